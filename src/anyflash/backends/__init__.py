@@ -1,0 +1,1 @@
+"""Host adapters, one per backend; `base.py` says what a backend is."""

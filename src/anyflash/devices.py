@@ -1,0 +1,54 @@
+"""One probe of the machine → frozen `Device`; capabilities are named by feature, not by model."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as backends see it. `features` are words such as avx512, amx_bf16, wgmma."""
+
+    type: str  # torch's device type: cpu, cuda, mps
+    name: str
+    features: frozenset[str]
+
+
+@cache
+def probe(device: str) -> Device:
+    """Describe a torch device type or device ("cpu", "cuda:1"); one probe per process.
+
+    A CUDA context is made only if a CUDA device is asked for.
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return Device(kind, _cpu_name(), _cpu_features())
+    if kind == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return Device(kind, torch.cuda.get_device_name(device), frozenset({f"sm_{major}{minor}"}))
+    return Device(kind, platform.machine(), frozenset())
+
+
+def _cpu_name() -> str:
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_features() -> frozenset[str]:
+    wanted = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"}
+    for line in _cpuinfo():
+        if line.startswith(("flags", "Features")):
+            return frozenset(wanted.intersection(line.split(":", 1)[1].split()))
+    return frozenset()
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")  # Linux only; elsewhere nothing is known and nothing is lost
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,1 @@
+"""Kernels, a package per language; a kernel language is imported nowhere else."""

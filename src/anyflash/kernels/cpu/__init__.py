@@ -1,0 +1,1 @@
+"""Attention on the CPU in torch operations: pieces (what work there is), scores, forward, backward."""

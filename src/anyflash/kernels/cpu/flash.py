@@ -1,0 +1,111 @@
+"""torch's own fused CPU kernel, where it gives what anyflash means.
+
+`aten::_scaled_dot_product_flash_attention_for_cpu` must not be used for: scale ≤ 0 with causal
+(NaN), anything not finite in masked keys or values (it leaks), a last stride other than 1; its lse
+is 0 on rows that attend nothing. It knows neither softcap nor dropout, and takes Dv = D only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anyflash.kernels.cpu.pieces import Batch, visible
+from anyflash.kernels.cpu.scores import Rules
+
+# Scores of a call (only their mask is ever in memory): 2^22 float32 of mask are 16 MB.
+SCORES = 1 << 24
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def serves(q: Tensor, rules: Rules) -> bool:
+    """Whether the fused kernel computes these scores: dense scores of finite inputs, a mask at most."""
+    return (
+        not (rules.softcap or rules.positional or rules.strict)
+        and rules.scale > 0
+        and q.shape[-1] > 0
+    )
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The whole problem in one call: q (B, H, Sq, D), k, v (B, H, Sk, ·) → out, lse."""
+    out, lse = _forward(*_same_width(q, k, v), 0.0, causal, scale=scale)
+    sink = None if sink is None else sink.unsqueeze(-1)
+    return _with_sink(out[..., : v.shape[-1]], lse, sink)
+
+
+def forward_batch(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """As `forward.forward_batch`."""
+    mask = _additive(rules, batch, q.dtype)
+    flat = [x.flatten(1, 2) for x in (q, k, v)]
+    out, lse = _forward(*_same_width(*flat), 0.0, False, attn_mask=mask, scale=rules.scale)
+    out = out[..., : v.shape[-1]]
+    if batch.empty and mask is not None:
+        nothing = (mask == -torch.inf).all(-1)
+        lse = lse.masked_fill(nothing, -torch.inf)
+        out = out.masked_fill(nothing.unsqueeze(-1), 0)
+    out, lse = out.unflatten(1, q.shape[1:3]), lse.unflatten(1, q.shape[1:3])
+    return _with_sink(out, lse, None if rules.sink is None else batch.heads(rules.sink))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    scale: float, causal: bool, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of 4-D inputs.
+
+    The gradient of lse enters as one more column: with V' = [V, 1], dO' = [dO, dlse], O' = [O, 0]
+    the kernel's dP' − rowsum(dO'∘O') is dP + dlse − delta.
+    """
+    if dlse is not None:
+        one = torch.ones_like(v[..., :1])
+        v, dout = torch.cat([v, one], -1), torch.cat([dout, dlse.unsqueeze(-1).to(dout.dtype)], -1)
+        out = F.pad(out, (0, 1))
+    lse = torch.where(lse == -torch.inf, 0, lse)  # every score of such a row is −inf already
+    wide_q, wide_k, wide_v = _same_width(q, k, v)
+    pad = (0, wide_v.shape[-1] - v.shape[-1])
+    dout, out = (F.pad(x, pad) if pad[1] else x for x in (dout, out))
+    dq, dk, dv = _backward(
+        dout, wide_q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    width_v = v.shape[-1] - (dlse is not None)
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :width_v]
+
+
+def backward_batch(q: Tensor, k: Tensor, v: Tensor, rows, rules: Rules, batch: Batch):  # type: ignore[no-untyped-def]
+    """As `backward.backward_batch`, in the inputs' dtype."""
+    flat = [x.flatten(1, 2) for x in (q, k, v, rows.out, rows.lse, rows.dout)]
+    dlse = None if rows.dlse is None else rows.dlse.flatten(1, 2)
+    mask = _additive(rules, batch, q.dtype)
+    grads = backward(*flat, dlse, rules.scale, False, mask)
+    return tuple(g.unflatten(1, q.shape[1:3]) for g in grads)
+
+
+def _additive(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the kernel takes it: 0 or −inf, (pieces or 1, 1, rows, keys)."""
+    if not batch.masked:
+        return None
+    seen = visible(rules.form, batch).unsqueeze(1)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """q, k, v with equal last dimensions (zeros change no score) and unit last strides."""
+    width = max(q.shape[-1], v.shape[-1])
+    padded = [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v)]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A sink is one more logit without a value: it only rescales. `sink` broadcasts to lse."""
+    if sink is None:
+        return out, lse
+    whole = torch.logaddexp(lse, sink.to(lse.dtype))
+    return out * torch.exp(lse - whole).unsqueeze(-1).to(out.dtype), whole

@@ -1,0 +1,60 @@
+"""From a mask to the form that kernels read, built once and kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anyflash.masks import intervals, tiles
+from anyflash.masks.index import Expression, Extent
+from anyflash.masks.intervals import RowIntervals
+from anyflash.masks.tiles import TileMap
+
+Form = RowIntervals | TileMap
+
+KEEP = 64  # compiled masks kept; each also goes when a tensor that it was built from goes
+
+_cache: OrderedDict[Any, tuple[Form, list[StorageWeakRef]]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def compile_mask(mask: Expression, extent: Extent, device: torch.device) -> Form:
+    """Row intervals where every row has at most two, else a tile map; not cached."""
+    bound = mask.interval_bound()
+    few = bound is not None and bound <= intervals.MOST
+    return (intervals if few else tiles).build(mask, extent, device)
+
+
+def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
+    """The compiled form of a mask, from the cache if expression, tensors and sizes are the same.
+
+    A tensor is the same if its storage, place in it and version counter are: its contents are
+    never read. In-place changes through `.data` go unseen, as they do for autograd.
+    """
+    form = getattr(mask, "form", None)
+    if form is not None and form.extent == extent and form.tensors[0].device == device:
+        return form
+    if any(leaf.is_inference() for leaf in mask.leaves):  # no version counter: nothing to go by
+        return compile_mask(mask, extent, device)
+    # A weak reference keeps the storage's address from being used again, not its memory.
+    storages = [StorageWeakRef(leaf.untyped_storage()) for leaf in mask.leaves]
+    places = tuple(
+        (ref.cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, leaf._version)
+        for ref, leaf in zip(storages, mask.leaves, strict=True)
+    )
+    key = (mask.text, places, extent, device)
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key][0]
+    form = compile_mask(mask, extent, device)
+    with _lock:
+        _cache[key] = form, storages
+        gone = [k for k, (_, refs) in _cache.items() if any(ref.expired() for ref in refs)]
+        for k in [*gone, *list(_cache)[: max(0, len(_cache) - len(gone) - KEEP)]]:
+            _cache.pop(k, None)
+    return form

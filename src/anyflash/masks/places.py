@@ -1,0 +1,139 @@
+"""The same mask from another place: shards, packed sequences, and the forms that kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflash.errors import InvalidInput
+from anyflash.masks.compiled import Form
+from anyflash.masks.expression import Mask
+from anyflash.masks.index import Coordinates, Extent, Rows
+from anyflash.masks.intervals import RowIntervals, compact
+from anyflash.masks.tiles import TileMap
+
+
+@dataclass(frozen=True, eq=False)
+class At(Mask):
+    """`operand` seen from local rows and keys that stand at given positions."""
+
+    operand: Mask
+    q_positions: Tensor
+    k_positions: Tensor
+
+    def check(self, extent: Extent) -> None:
+        for name, positions, length in (
+            ("q_positions", self.q_positions, extent.queries),
+            ("k_positions", self.k_positions, extent.keys),
+        ):
+            if positions.shape[0] != length:
+                raise InvalidInput(f"mask at({name})", tuple(positions.shape), f"({length},)")
+
+    def _whole(self) -> int:
+        ends = [int(p.max()) + 1 for p in (self.q_positions, self.k_positions) if p.numel()]
+        return max(ends, default=0)
+
+    def visible(self, at: Coordinates) -> Tensor:
+        q, k = self.q_positions.to(at.row.device).long(), self.k_positions.to(at.row.device).long()
+        return self.operand.visible(at._replace(row=q[at.row], key=k[at.key], offset=0, box=None))
+
+    def interval_bound(self) -> int | None:
+        increasing = bool((self.k_positions[1:] > self.k_positions[:-1]).all())
+        return self.operand.interval_bound() if increasing else None
+
+    def intervals(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        q, k = (
+            self.q_positions.to(rows.row.device).long(),
+            self.k_positions.to(rows.row.device).long(),
+        )
+        lo, hi = self.operand.intervals(Rows(rows.batch, q[rows.row], 0, self._whole()))
+        return compact(torch.searchsorted(k, lo), torch.searchsorted(k, hi), rows.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Mask):
+    """`operand` applied to each sequence of a packed batch, and nothing across sequences.
+
+    starts_q, starts_k (n + 1,) offsets into the packed rows and keys; lengths_k (n,) keys in use.
+    The operand's batch is the sequence, its rows and keys count from the sequence's start.
+    """
+
+    operand: Mask
+    starts_q: Tensor
+    starts_k: Tensor
+    lengths_k: Tensor
+
+    def local(self, batch_rows: Tensor, keys: Tensor | None = None) -> Any:
+        """Sequence, local row and offset of packed rows; with keys, their sequence and local key."""
+        device = batch_rows.device
+        starts_q, starts_k = self.starts_q.to(device).long(), self.starts_k.to(device).long()
+        sequence = _segment(starts_q, batch_rows)
+        length_k = self.lengths_k.to(device).long()[sequence]
+        offset = length_k - (starts_q[sequence + 1] - starts_q[sequence])
+        row = batch_rows - starts_q[sequence]
+        if keys is None:
+            return sequence, row, offset, length_k, starts_k[sequence]
+        sequence_k = _segment(starts_k, keys)
+        return sequence, row, offset, length_k, sequence_k, keys - starts_k[sequence_k]
+
+    def visible(self, at: Coordinates) -> Tensor:
+        sequence, row, offset, length, sequence_k, key = self.local(at.row, at.key)
+        mine = (sequence == sequence_k) & (key < length)
+        # Inside another sequence `row` and `key` need not fit this one's tensors: ask about 0 there.
+        inner = Coordinates(sequence, at.head, row, torch.where(mine, key, 0), offset)
+        return mine & self.operand.visible(inner)
+
+    def interval_bound(self) -> int | None:
+        return self.operand.interval_bound()
+
+    def intervals(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        sequence, row, offset, length, start = self.local(rows.row)
+        lo, hi = self.operand.intervals(Rows(sequence, row, offset, length))
+        start, length = start.unsqueeze(-1), length.unsqueeze(-1)
+        lo, hi = torch.minimum(lo, length), torch.minimum(hi, length)
+        return compact(lo + start, hi + start, rows.keys)
+
+
+class Compiled(Mask):
+    """A kernel form as a mask; see `Mask.compile`."""
+
+    def __init__(
+        self, kind: str, batch: int, heads: int, queries: int, keys: int, *tensors: Tensor
+    ) -> None:
+        self.extent = Extent(batch, heads, queries, keys)
+        self.form: Form = {"RowIntervals": RowIntervals, "TileMap": TileMap}[kind](
+            self.extent, *tensors
+        )
+        self.text = f"Compiled({kind},{batch},{heads},{queries},{keys}{',t' * len(tensors)})"
+        self.leaves = tensors
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Compiled, (type(self.form).__name__, *self.extent, *self.leaves)
+
+    def check(self, extent: Extent) -> None:
+        if extent != self.extent:
+            expected = f"tensors of exactly these: (B, Hq, Sq, Sk) = {tuple(self.extent)}"
+            advice = f"got tensors of {tuple(extent)}; compile the mask for them"
+            raise InvalidInput(
+                "mask", f"a mask compiled for {tuple(self.extent)}", expected, advice
+            )
+
+    def visible(self, at: Coordinates) -> Tensor:
+        return self.form.visible(at)
+
+    def interval_bound(self) -> int | None:
+        return self.form.bounds.shape[2] if isinstance(self.form, RowIntervals) else None
+
+    def intervals(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        if isinstance(self.form, TileMap):
+            raise TypeError("a tile map has no intervals")
+        return self.form.of(rows)
+
+
+def _segment(starts: Tensor, positions: Tensor) -> Tensor:
+    """Index of the segment [starts[s], starts[s + 1]) that holds each position (empty ones skipped)."""
+    last = max(starts.shape[0] - 2, 0)
+    return (torch.searchsorted(starts, positions.contiguous(), right=True) - 1).clamp(0, last)

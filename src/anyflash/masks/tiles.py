@@ -1,0 +1,192 @@
+"""The second form that kernels read: a byte per tile and, for partial tiles, a bit per score.
+
+This is the programmable block mask of Metal FlashAttention, held in memory: skip, full or partial
+per 64×64 tile, with equal bit tiles stored once and compressed lists of the tiles to visit in both
+directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anyflash.masks.index import Coordinates, Expression, Extent, grid
+
+GRANULE = 64  # rows and keys of a tile; kernel tiles are multiples of it
+SKIP, FULL, PARTIAL = 0, 1, 2
+
+# Scores evaluated at a time while building: bounds memory beyond the result to some 100 MB.
+EVALUATE = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class TileMap:
+    """Which tiles exist, and which scores of the partial ones.
+
+    kinds          uint8 (1|B, 1|Hq, Tq, Tk)   SKIP, FULL or PARTIAL; Tq = ⌈Sq/64⌉, Tk = ⌈Sk/64⌉
+    numbers        int32 (1|B, 1|Hq, Tq, Tk)   which bit tile a PARTIAL tile has, else −1
+    bits           int64 (N, 64)               a word per query row, bit j = key j of the tile
+    bits_by_key    int64 (N, 64)               a word per key, bit i = query row i (for S^T)
+    query_offsets  int32 (lists of Tq·B·H + 1) where query tile t's list of key tiles starts
+    query_list     int32                       key tiles to visit, PARTIAL ones as they are
+    key_offsets    int32, key_list int32       the same from key tiles to query tiles
+    filled         bool (1|B, 1|Hq, Sq)        False for rows that attend nothing
+
+    Beyond Sq and Sk bits are 0, and a tile is FULL if all of its scores that exist are attended.
+    """
+
+    extent: Extent
+    kinds: Tensor
+    numbers: Tensor
+    bits: Tensor
+    bits_by_key: Tensor
+    query_offsets: Tensor
+    query_list: Tensor
+    key_offsets: Tensor
+    key_list: Tensor
+    filled: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.kinds,
+            self.numbers,
+            self.bits,
+            self.bits_by_key,
+            self.query_offsets,
+            self.query_list,
+            self.key_offsets,
+            self.key_list,
+            self.filled,
+        )
+
+    def visible(self, at: Coordinates) -> Tensor:
+        device = at.row.device
+        batch = at.batch if self.kinds.shape[0] > 1 else torch.zeros_like(at.batch[:1])
+        head = at.head if self.kinds.shape[1] > 1 else torch.zeros_like(at.head[:, :1])
+        place = (batch, head, at.row // GRANULE, at.key // GRANULE)
+        kind, number = self.kinds.to(device)[place], self.numbers.to(device)[place]
+        if not len(self.bits):
+            return kind == FULL
+        word = self.bits.to(device)[number.clamp(min=0), at.row % GRANULE]
+        return torch.where(kind == PARTIAL, (word >> (at.key % GRANULE)) & 1 == 1, kind == FULL)
+
+
+def tiles_in(length: int) -> int:
+    return -(-length // GRANULE)
+
+
+def build(mask: Expression, extent: Extent, device: torch.device) -> TileMap:
+    """Evaluate a mask a few tile rows at a time; never more than EVALUATE scores at once."""
+    tiles_q, tiles_k = tiles_in(extent.queries), tiles_in(extent.keys)
+    corner = grid(extent, slice(0, min(1, extent.queries)), slice(0, min(1, extent.keys)), device)
+    batches, heads = (
+        mask.visible(corner).shape if corner.row.numel() and corner.key.numel() else (1, 1, 1, 1)
+    )[:2]
+    per_tile_row = max(1, batches * heads * tiles_k * GRANULE * GRANULE)
+    step = max(1, EVALUATE // per_tile_row)
+    kinds = torch.zeros((batches, heads, tiles_q, tiles_k), dtype=torch.uint8, device=device)
+    filled = torch.zeros((batches, heads, extent.queries), dtype=torch.bool, device=device)
+    numbers = torch.full(kinds.shape, -1, dtype=torch.int32, device=device)
+    tiles = torch.zeros((0, GRANULE), dtype=torch.int64, device=device)
+    for t in range(0, tiles_q, step) if tiles_k else ():
+        rows = slice(t * GRANULE, min((t + step) * GRANULE, extent.queries))
+        words = _words(mask, extent, rows, (batches, heads), device)  # (B, H, rows, Tk)
+        filled[:, :, rows] = (words != 0).any(-1)
+        kinds[:, :, t : t + step], words = _classify(words, extent.keys)
+        partial = kinds[:, :, t : t + step] == PARTIAL
+        found = words[partial]
+        tiles, which = _distinct(torch.cat([tiles, found]))
+        # Earlier tiles may have been renumbered by the merge: `which` starts with them.
+        before = len(which) - len(found)
+        renumber = torch.cat([which[:before], which.new_full((1,), -1)]).int()
+        numbers = renumber[numbers.long()]
+        numbers[:, :, t : t + step][partial] = which[before:].int()
+    return TileMap(
+        extent, kinds, numbers, tiles, _transpose(tiles), *_lists(kinds), *_lists(kinds.mT), filled
+    )
+
+
+def _words(
+    mask: Expression, extent: Extent, rows: slice, shape: tuple[int, int], device: torch.device
+) -> Tensor:
+    """The mask of some rows as int64 words of 64 keys: (B, H, rows, Tk), zero beyond Sk."""
+    tiles_k = tiles_in(extent.keys)
+    step = max(1, EVALUATE // max(1, shape[0] * shape[1] * (rows.stop - rows.start) * GRANULE))
+    words = []
+    for t in range(0, tiles_k, step):
+        keys = slice(t * GRANULE, min((t + step) * GRANULE, extent.keys))
+        seen = mask.visible(grid(extent, rows, keys, device))
+        width = keys.stop - keys.start
+        seen = seen.expand(*shape, rows.stop - rows.start, width)
+        words.append(pack(F.pad(seen, (0, -width % GRANULE))))
+    return torch.cat(words, -1)
+
+
+def pack(seen: Tensor) -> Tensor:
+    """bool (..., 64·n) → int64 (..., n), bit j of a word = element j.
+
+    Eight bytes that hold 0 or 1 are a number whose product with the constant below has them as its
+    top byte, bit for bit: a tenth of the work of shifting every element.
+    """
+    if not seen.numel():
+        return torch.zeros(
+            (*seen.shape[:-1], seen.shape[-1] // GRANULE), dtype=torch.int64, device=seen.device
+        )
+    eight = seen.contiguous().view(torch.uint8).view(torch.int64)
+    byte = (eight * 0x0102040810204080) >> 56
+    return byte.to(torch.uint8).view(torch.int64)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """int64 (..., n) → bool (..., 64·n), the inverse of `pack`."""
+    bits = torch.arange(GRANULE, device=words.device)
+    return ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(-2)
+
+
+def _classify(words: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Words (B, H, rows, Tk) → kinds (B, H, tile rows, Tk) and tiles (B, H, tile rows, Tk, 64)."""
+    whole = torch.full((words.shape[-1],), -1, dtype=torch.int64, device=words.device)
+    if keys % GRANULE:
+        whole[-1] = (1 << (keys % GRANULE)) - 1
+    pad = (0, 0, 0, -words.shape[2] % GRANULE)
+    tiles = F.pad(words, pad).unflatten(2, (-1, GRANULE)).transpose(3, 4)
+    complete = F.pad(words == whole, pad, value=True).unflatten(2, (-1, GRANULE)).all(3)
+    kinds = torch.where(complete, FULL, torch.where((tiles == 0).all(-1), SKIP, PARTIAL))
+    return kinds.to(torch.uint8), tiles
+
+
+def _distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal tiles once: (distinct tiles, the number of each tile).
+
+    By a 64-bit hash, checked: sorting whole tiles is fifty times slower and only needed if two
+    different tiles share a hash.
+    """
+    if not len(tiles):
+        return tiles, torch.zeros(0, dtype=torch.int64, device=tiles.device)
+    odd = torch.arange(GRANULE, device=tiles.device) * 2 + 1
+    factors = odd * odd * -0x61C8864680B583EB + odd  # fixed odd-ish multipliers, mixed by 2^64/φ
+    mixed = tiles ^ (tiles >> 29)
+    _, number = torch.unique((mixed * factors).sum(-1), return_inverse=True)
+    count = int(number.max()) + 1
+    distinct = tiles.new_empty(count, GRANULE)
+    distinct[number] = tiles
+    if not torch.equal(distinct[number], tiles):
+        return torch.unique(tiles, dim=0, return_inverse=True)  # type: ignore[return-value]
+    return distinct, number
+
+
+def _transpose(tiles: Tensor) -> Tensor:
+    parts = [pack(unpack(part.unsqueeze(-1)).mT).squeeze(-1) for part in tiles.split(4096)]
+    return torch.cat(parts) if parts else tiles
+
+
+def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of tiles the columns to visit: int32 offsets (rows + 1) and columns."""
+    rows = kinds.flatten(0, 2)
+    counts = (rows != SKIP).sum(-1)
+    offsets = F.pad(counts.cumsum(0), (1, 0)).int()
+    return offsets, (rows != SKIP).nonzero()[:, 1].int()

@@ -1,0 +1,264 @@
+"""torch.library operators, their fake kernels and autograd: the one place that knows autograd.
+
+    attention_forward   inputs → out, lse
+    attention_backward  dout, dlse, out, lse, inputs → dq, dk, dv, dbias, dsink
+    attention_double_backward  gradients of the five, dout, dlse, inputs → seven gradients
+
+Forward and backward both have autograd formulas, so that double backward, torch.compile, vmap and
+opcheck work. Operators take scalars and optional tensors; `Problem` is built inside them. A mask
+travels as its text and its leaf tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflash import reference
+from anyflash.backends.base import Needs, Saved
+from anyflash.dispatch import select
+from anyflash.errors import Unsupported
+from anyflash.masks.expression import from_text
+from anyflash.numerics import accumulation_dtype, default_scale
+from anyflash.problem import Gradients, Inputs, Options, Problem
+
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? seed, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor[] mask_leaves, str mask, "
+    "float? scale, float softcap, float dropout, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "bool deterministic, str? precision, str? backend"
+)
+LIBRARY = torch.library.Library("anyflash", "DEF")
+LIBRARY.define(f"attention_forward({ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "attention_double_backward(Tensor?[] incoming, Tensor? dout, Tensor? dlse, "
+    f"{ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Arguments(NamedTuple):
+    """What all three operators take, in the order of their schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi: Tensor | None
+    sink: Tensor | None
+    seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    mask_leaves: list[Tensor]
+    mask: str
+    scale: float | None
+    softcap: float
+    dropout: float
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    deterministic: bool
+    precision: str | None
+    backend: str | None
+
+    def parse(self) -> tuple[Inputs, Options]:
+        options = Options(
+            default_scale(self.q.shape[-1]) if self.scale is None else self.scale,
+            *self[13:19],
+        )
+        return Inputs(*self[:10], from_text(self.mask, self.mask_leaves)), options
+
+
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Arguments(*arguments)
+    inputs, options = call.parse()
+    problem = Problem.of(inputs, options)
+    out, lse = select(problem, call.backend).forward(problem, inputs)
+    wanted = _empty_out(call)
+    return out if out.stride() == wanted.stride() else wanted.copy_(out), lse.contiguous()
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    call = Arguments(*arguments)
+    inputs, options = call.parse()
+    problem = Problem.of(inputs, options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    saved = Saved(out, lse, dout, dlse)
+    found = select(problem, call.backend).backward(problem, inputs, saved, Needs(*needs))
+    results = []
+    for like, need, gradient in zip(_leaves(call), needs, found, strict=True):
+        if like is None or not need or gradient is None:
+            results.append(call.q.new_empty(0))
+            continue
+        wanted = empty_like_order(like, like.shape[-1]) if like.ndim > 1 else torch.empty_like(like)
+        results.append(gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient))
+    return tuple(results)
+
+
+def double_backward(
+    incoming: list[Tensor | None], dout: Tensor | None, dlse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = Arguments(*arguments)
+    inputs, options = call.parse()
+    Problem.of(inputs, options)
+    dout = torch.zeros_like(_empty_out(call)) if dout is None else dout
+    found, ddout, ddlse = reference.double_backward(
+        inputs, options, dout, dlse, Gradients(*incoming), accumulation_dtype(call.q.dtype)
+    )
+    likes = (*_leaves(call), dout, dlse)
+    results = [
+        call.q.new_empty(0) if like is None or g is None else g.to(like.dtype).contiguous()
+        for like, g in zip(likes, (*found, ddout, ddlse), strict=True)
+    ]
+    return tuple(results)
+
+
+def empty_like_order(x: Tensor, last: int) -> Tensor:
+    """Fresh memory of x's shape but for the last dimension, in x's dimension order.
+
+    Two orders exist: heads outside of the sequence (B, H, S, D), and inside, as (B, S, H, D) views
+    have it. In packed tensors (total, H, D) heads are inside, or outside where x has them so.
+    """
+    shape = (*x.shape[:-1], last)
+    a, b = x.ndim - 3, x.ndim - 2
+    if x.ndim >= 3 and x.stride(a) < x.stride(b):
+        swapped = [*shape[:a], shape[b], shape[a], last]
+        return x.new_empty(swapped).transpose(a, b)
+    return x.new_empty(shape)
+
+
+def _empty_out(call: Arguments) -> Tensor:
+    return empty_like_order(call.q, call.v.shape[-1])
+
+
+def _leaves(call: Arguments) -> tuple[Tensor | None, ...]:
+    return call.q, call.k, call.v, call.bias, call.sink
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Arguments(*arguments)
+    Problem.of(*call.parse())
+    shape = (
+        [*call.q.shape[:-1]] if call.cu_seqlens_q is None else [call.q.shape[1], call.q.shape[0]]
+    )
+    return _empty_out(call), call.q.new_empty(shape, dtype=accumulation_dtype(call.q.dtype))
+
+
+def _fake_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    call = Arguments(*arguments)
+    results = []
+    for like, need in zip(_leaves(call), needs, strict=True):
+        if like is None or not need:
+            results.append(call.q.new_empty(0))
+        else:
+            results.append(
+                empty_like_order(like, like.shape[-1]) if like.ndim > 1 else torch.empty_like(like)
+            )
+    return tuple(results)
+
+
+def _fake_double_backward(
+    incoming: list[Tensor | None], dout: Tensor | None, dlse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = Arguments(*arguments)
+    likes = (*_leaves(call), _empty_out(call) if dout is None else dout, dlse)
+    return tuple(call.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in likes)
+
+
+KERNELS = (
+    ("attention_forward", forward, _fake_forward),
+    ("attention_backward", backward, _fake_backward),
+    ("attention_double_backward", double_backward, _fake_double_backward),
+)
+for _name, _kernel, _fake in KERNELS:
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"anyflash::{_name}", _fake, lib=LIBRARY)
+
+attention_forward = torch.ops.anyflash.attention_forward
+attention_backward = torch.ops.anyflash.attention_backward
+attention_double_backward = torch.ops.anyflash.attention_double_backward
+COUNT = len(Arguments._fields)
+
+
+def _save(ctx: Any, tensors: list[Tensor | None], arguments: tuple[Any, ...]) -> None:
+    """Keep a call for backward. Tensors go through save_for_backward, which watches their versions."""
+    call = Arguments(*arguments)
+    ctx.save_for_backward(*tensors, *call[:10], *call.mask_leaves)
+    ctx.extra, ctx.numbers = len(tensors), call[11:]
+    ctx.mask = from_text(call.mask, call.mask_leaves)  # keeps the function of from_function alive
+
+
+def _restore(ctx: Any) -> tuple[list[Tensor | None], Arguments]:
+    saved = list(ctx.saved_tensors)
+    first = ctx.extra + 10
+    return saved[: ctx.extra], Arguments(*saved[ctx.extra : first], saved[first:], *ctx.numbers)
+
+
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    _save(ctx, list(output), inputs)
+
+
+def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    (out, lse), call = _restore(ctx)
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
+    found = iter(attention_backward(dout, dlse, out, lse, needs, *call))
+    gradients: list[Any] = [None] * COUNT
+    for place, need in zip((0, 1, 2, 3, 5), needs, strict=True):
+        gradient = next(found)
+        gradients[place] = gradient if need else None
+    gradients[10] = [None] * len(call.mask_leaves)
+    return tuple(gradients)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    _save(ctx, list(inputs[:2]), inputs[5:])
+
+
+def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+    """out and lse get no gradient of their own: double backward differentiates through both, as
+    functions of the inputs, and gives the sum."""
+    (dout, dlse), call = _restore(ctx)
+    real = [g if x is not None else None for g, x in zip(incoming, _leaves(call), strict=True)]
+    found = attention_double_backward(real, dout, dlse, *call)
+    gradients: list[Any] = [None] * (5 + COUNT)
+    for place, like, gradient in zip(
+        (5, 6, 7, 8, 10, 0, 1), (*_leaves(call), dout, dlse), found, strict=True
+    ):
+        if like is not None and ctx.needs_input_grad[place]:
+            gradients[place] = gradient
+    gradients[15] = [None] * len(call.mask_leaves)
+    return tuple(gradients)
+
+
+def _third(ctx: Any, *incoming: Tensor | None) -> None:
+    raise Unsupported("third derivatives of attention", {}, "first and second derivatives exist")
+
+
+torch.library.register_autograd(
+    "anyflash::attention_forward", _forward_backward, setup_context=_setup_forward, lib=LIBRARY
+)
+torch.library.register_autograd(
+    "anyflash::attention_backward", _backward_backward, setup_context=_setup_backward, lib=LIBRARY
+)
+torch.library.register_autograd("anyflash::attention_double_backward", _third, lib=LIBRARY)
