@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anyflash import reference
 from anyflash.backends.base import Needs, Saved
@@ -193,9 +194,6 @@ for _name, _kernel, _fake in KERNELS:
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"anyflash::{_name}", _fake, lib=LIBRARY)
 
-attention_forward = torch.ops.anyflash.attention_forward
-attention_backward = torch.ops.anyflash.attention_backward
-attention_double_backward = torch.ops.anyflash.attention_double_backward
 COUNT = len(Arguments._fields)
 
 
@@ -232,6 +230,7 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.needs = inputs[4]
     _save(ctx, list(inputs[:2]), inputs[5:])
 
 
@@ -239,7 +238,7 @@ def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
     """out and lse get no gradient of their own: double backward differentiates through both, as
     functions of the inputs, and gives the sum."""
     (dout, dlse), call = _restore(ctx)
-    real = [g if x is not None else None for g, x in zip(incoming, _leaves(call), strict=True)]
+    real = [g if need else None for g, need in zip(incoming, ctx.needs, strict=True)]
     found = attention_double_backward(real, dout, dlse, *call)
     gradients: list[Any] = [None] * (5 + COUNT)
     for place, like, gradient in zip(
@@ -251,14 +250,88 @@ def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
     return tuple(gradients)
 
 
+def _setup_third(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Nothing to keep: there is no third derivative."""
+
+
 def _third(ctx: Any, *incoming: Tensor | None) -> None:
     raise Unsupported("third derivatives of attention", {}, "first and second derivatives exist")
 
 
-torch.library.register_autograd(
-    "anyflash::attention_forward", _forward_backward, setup_context=_setup_forward, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "anyflash::attention_backward", _backward_backward, setup_context=_setup_backward, lib=LIBRARY
-)
-torch.library.register_autograd("anyflash::attention_double_backward", _third, lib=LIBRARY)
+class Operator:
+    """An operator with its autograd formula, callable under every torch.func transform.
+
+    PyTorch's own registration serves eager mode and torch.compile, but refuses torch.func.grad: its
+    autograd.Function has no setup_context. Under a transform the same formula runs in one that has.
+    """
+
+    def __init__(self, name: str, backward: Any, setup_context: Any) -> None:
+        self.op = getattr(torch.ops.anyflash, name)
+        torch.library.register_autograd(
+            f"anyflash::{name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
+        torch.library.register_vmap(f"anyflash::{name}", self._vmap, lib=LIBRARY)
+        rules = {
+            "forward": staticmethod(self.op),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(lambda ctx, *incoming: _flat(backward(ctx, *incoming))),
+            "vmap": staticmethod(self._vmap),
+        }
+        self.function = type(name, (torch.autograd.Function,), rules)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+            return self.function.apply(*arguments)  # type: ignore[no-any-return]
+        return self.op(*arguments)
+
+    def _vmap(self, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        """Fold the mapped dimension into the batch; element by element where something else than
+        a dense batch would have to be folded (packed rows, or masks and biases by batch)."""
+        flat, spec = tree_flatten(list(arguments))
+        dims = tree_flatten(_spread(list(in_dims), list(arguments)))[0]
+        call = Arguments(*arguments[-COUNT:])
+        size = info.batch_size
+        others = (*call[3:10], *call.mask_leaves)
+        if any(x is not None for x in others) or "#" in call.mask:
+            slices = []
+            for n in range(size):
+                one = [x if d is None else x.select(d, n) for x, d in zip(flat, dims, strict=True)]
+                slices.append(self(*tree_unflatten(one, spec)))
+            return tuple(torch.stack(parts) for parts in zip(*slices, strict=True)), (0,) * len(
+                slices[0]
+            )
+        folded = [
+            _fold(x, d, size) if isinstance(x, Tensor) else x
+            for x, d in zip(flat, dims, strict=True)
+        ]
+        results = self(*tree_unflatten(folded, spec))
+        # An empty tensor stands for a gradient that was not asked for.
+        unfolded = [
+            x.expand(size, 0) if x.ndim == 1 else x.unflatten(0, (size, -1)) for x in results
+        ]
+        return tuple(unfolded), (0,) * len(unfolded)
+
+
+def _flat(gradients: Any) -> Any:
+    """A Function's list argument has one gradient, None; a registered formula's has a list."""
+    if gradients is None:
+        return None
+    return tuple(None if isinstance(g, list) else g for g in gradients)
+
+
+def _spread(dims: Any, values: Any) -> Any:
+    """in_dims with the structure of the arguments: one entry for each element of a list."""
+    if isinstance(values, list):
+        dims = dims if isinstance(dims, (list, tuple)) else [dims] * len(values)
+        return [_spread(d, v) for d, v in zip(dims, values, strict=True)]
+    return dims
+
+
+def _fold(x: Tensor, dim: Any, size: int) -> Tensor:
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+attention_forward = Operator("attention_forward", _forward_backward, _setup_forward)
+attention_backward = Operator("attention_backward", _backward_backward, _setup_backward)
+attention_double_backward = Operator("attention_double_backward", _third, _setup_third)

@@ -84,7 +84,7 @@ def double_backward(
 ) -> tuple[Gradients, Tensor, Tensor | None]:
     """The gradients of sum(incoming · backward(...)) with respect to inputs, dout and dlse.
 
-    Automatic differentiation of the explicit backward, a strip of query rows at a time.
+    A strip of query rows at a time: O(S) memory.
     """
     wide = _widen(inputs, dtype)
     weights = Gradients(*[None if g is None else g.to(dtype) for g in incoming])
@@ -97,43 +97,98 @@ def double_backward(
         part_weights = _cut(weights, one) if inputs.packed else weights
         for start in range(0, one.inputs.q.shape[2], STRIP):
             rows = slice(start, min(start + STRIP, one.inputs.q.shape[2]))
-            gradients, *rest = _double_backward_strip(
-                one, options, part_out, part_lse, part_weights, rows
+            gradients, rows_out, rows_lse = _double_backward_rows(
+                one,
+                options,
+                part_out[:, :, rows],
+                None if part_lse is None else part_lse[:, :, rows],
+                part_weights,
+                rows,
             )
             _add(total, gradients, one)
-            for place, part in zip((place_out, place_lse), rest, strict=True):
-                if place is not None and part is not None:
-                    place[:, :, rows] += part
+            place_out[:, :, rows] += rows_out
+            if place_lse is not None:
+                place_lse[:, :, rows] += rows_lse
     return total, ddout, ddlse
 
 
-def _double_backward_strip(
+def _double_backward_rows(
     one: Sequence,
     options: Options,
     dout: Tensor,
     dlse: Tensor | None,
     incoming: Gradients,
     rows: slice,
-) -> tuple[Gradients, Tensor | None, Tensor | None]:
-    with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in _leaves(one.inputs)]
-        live = one._replace(inputs=one.inputs._replace(**dict(zip(_NAMES, leaves, strict=True))))
-        live_out = dout[:, :, rows].detach().requires_grad_()
-        live_lse = None if dlse is None else dlse[:, :, rows].detach().requires_grad_()
-        strip = _backward_rows(live, options, live_out, live_lse, rows)
-        terms = [
-            (g * w).sum()
-            for g, w in zip(strip, incoming, strict=True)
-            if g is not None and w is not None
-        ]
-        everything = [*leaves, live_out, live_lse]
-        wanted = [x for x in everything if x is not None]
-        value = sum(terms, torch.zeros((), dtype=dout.dtype, device=dout.device))
-        if not value.requires_grad:
-            return Gradients(*[None] * 5), None, None
-        found = iter(torch.autograd.grad(value, wanted, allow_unused=True))
-    parts = [None if x is None else next(found) for x in everything]
-    return Gradients(*parts[:5]), parts[5], parts[6]
+) -> tuple[Gradients, Tensor, Tensor]:
+    """What flows back through `_backward_rows`, for weights xq, xk, xv, xb, xs of its results.
+
+    With a = scale·q·kᵀ, slope g(a), weights P, kept K, dP = K∘(dO·Vᵀ), dS = P∘(dP − delta), the
+    weighted sum of the gradients is
+
+        F = Σ dS∘M + Σ P∘K∘(dO·xvᵀ) − Σ xs·p_sink·delta,   M = scale·g∘(xq·kᵀ + q·xkᵀ) + xb,
+
+    and everything below is its derivative, from the last product back to the inputs.
+    """
+    inputs, weights = one.inputs, _weights(one, options, rows)
+    heads, heads_kv = inputs.q.shape[1], inputs.k.shape[1]
+    p, seen, slope, keep = weights.p, weights.visible, weights.slope, weights.keep
+    mirrored = None if seen is None else seen.mT
+    q, k, v = inputs.q[:, :, rows], _for_queries(inputs.k, heads), _for_queries(inputs.v, heads)
+    xq, xk, xv, xb, xs = incoming
+    xq = torch.zeros_like(q) if xq is None else xq[:, :, rows]
+    xk = torch.zeros_like(k) if xk is None else _for_queries(xk, heads)
+    xv = torch.zeros_like(v) if xv is None else _for_queries(xv, heads)
+
+    def attended(x: Tensor) -> Tensor:
+        return x if seen is None else torch.where(seen, x, 0)
+
+    def kept(x: Tensor) -> Tensor:
+        return x if keep is None else x * keep
+
+    dp, w = attended(kept(dout @ v.mT)), attended(kept(dout @ xv.mT))
+    delta = (p * dp).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.unsqueeze(-1)
+    ds = p * (dp - delta)
+    u = attended(xq @ k.mT + q @ xk.mT) * options.scale
+    m = u if slope is None else u * slope
+    if xb is not None:
+        xb = _bias4(xb)
+        m = m + (xb if xb.shape[2] == 1 else xb[:, :, rows])
+    r = (p * m).sum(-1, keepdim=True)
+    p_sink = p_sink_bar = torch.zeros_like(r)
+    if inputs.sink is not None:
+        p_sink = torch.exp(inputs.sink.view(-1, 1) - weights.lse).unsqueeze(-1)
+        if xs is not None:
+            r = r + xs.view(-1, 1, 1) * p_sink
+            p_sink_bar = -xs.view(-1, 1, 1) * delta
+    z_bar = kept(p * (m - r))
+    p_bar = (dp - delta) * m + w - r * dp
+    rho = (p * p_bar).sum(-1, keepdim=True) + p_sink * p_sink_bar
+    s_bar = p * (p_bar - rho)
+    a_bar = s_bar
+    da = ds
+    if slope is not None:
+        # g = 1 − t² with t = tanh(a/c), so g' = −2·t·g/c; the sign of t is the score's own.
+        t = torch.tanh(attended(q @ k.mT * options.scale) / options.softcap)
+        a_bar = s_bar * slope - ds * u * 2 * t * slope / options.softcap
+        da = ds * slope
+    a_bar, da = a_bar * options.scale, da * options.scale
+    dq = visible_product(a_bar, k, seen) + visible_product(da, xk, seen)
+    dk = visible_product(a_bar.mT, q, mirrored) + visible_product(da.mT, xq, mirrored)
+    ddout = visible_product(z_bar, v, seen) + visible_product(kept(p), xv, seen)
+    dv = visible_product(z_bar.mT, dout, mirrored)
+    dsink = None
+    if inputs.sink is not None:
+        dsink = (p_sink * (p_sink_bar - rho)).sum((0, 2, 3))
+    gradients = Gradients(
+        _placed(dq, inputs.q.shape[2], rows.start),
+        _for_keys(dk, heads_kv),
+        _for_keys(dv, heads_kv),
+        _bias_gradient(inputs, s_bar, rows),
+        dsink,
+    )
+    return gradients, ddout, r.squeeze(-1)
 
 
 _NAMES = ("q", "k", "v", "bias", "sink")
@@ -262,29 +317,33 @@ def _backward_rows(
     ds = p * (dp - delta)
     if seen is not None:
         ds = torch.where(seen, ds, 0)
-    dbias = None
-    if inputs.bias is not None:
-        bias = _bias4(inputs.bias)
-        dbias = ds.sum_to_size(
-            [1 if b == 1 else d for b, d in zip(bias.shape, ds.shape, strict=True)]
-        )
-        if bias.shape[2] > 1:
-            dbias = _placed(dbias, bias.shape[2], rows.start)
-        dbias = dbias.view(inputs.bias.shape)
     dsink = None
     if inputs.sink is not None:
         dsink = -(torch.exp(inputs.sink.view(-1, 1) - weights.lse).unsqueeze(-1) * delta).sum(
             (0, 2, 3)
         )
+    weighted = ds
     ds = (ds if weights.slope is None else ds * weights.slope) * options.scale
     mirrored = None if seen is None else seen.mT
     return Gradients(
         _placed(visible_product(ds, k, seen), inputs.q.shape[2], rows.start),
         _for_keys(visible_product(ds.mT, q, mirrored), heads_kv),
         _for_keys(visible_product(kept.mT, dout, mirrored), heads_kv),
-        dbias,
+        _bias_gradient(inputs, weighted, rows),
         dsink,
     )
+
+
+def _bias_gradient(inputs: Inputs, ds: Tensor, rows: slice) -> Tensor | None:
+    """ds of some rows summed over what the bias broadcasts, in the bias' shape."""
+    if inputs.bias is None:
+        return None
+    bias = _bias4(inputs.bias)
+    shape = [1 if b == 1 else d for b, d in zip(bias.shape, ds.shape, strict=True)]
+    dbias = ds.sum_to_size(shape)
+    if bias.shape[2] > 1:
+        dbias = _placed(dbias, bias.shape[2], rows.start)
+    return dbias.view(inputs.bias.shape)
 
 
 def _placed(part: Tensor, length: int, start: int) -> Tensor:
