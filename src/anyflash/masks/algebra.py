@@ -154,7 +154,7 @@ class Padding(Mask):
 
     def _of(self, batch: Tensor) -> Tensor:
         lengths = self.lengths.to(batch.device)
-        return lengths[batch] if len(lengths) > 1 else lengths.view([1] * batch.ndim)
+        return lengths[batch] if len(lengths) != 1 else lengths.view([1] * batch.ndim)
 
     def visible(self, at: Coordinates) -> Tensor:
         return at.key < self._of(at.batch)
@@ -185,7 +185,7 @@ class Dense(Mask):
             return tensor[tuple(side if size > 1 else slice(None) for side, size in box)]
         index = (at.batch, at.head, at.row, at.key)
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=at.row.device)
-        picks = [i if size > 1 else zero for i, size in zip(index, tensor.shape, strict=True)]
+        picks = [i if size != 1 else zero for i, size in zip(index, tensor.shape, strict=True)]
         return tensor[picks[0], picks[1], picks[2], picks[3]]
 
 

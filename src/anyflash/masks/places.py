@@ -47,10 +47,11 @@ class At(Mask):
     def intervals(self, rows: Rows) -> tuple[Tensor, Tensor]:
         q, k = (
             self.q_positions.to(rows.row.device).long(),
-            self.k_positions.to(rows.row.device).long(),
+            self.k_positions.to(rows.row.device).long().contiguous(),
         )
         lo, hi = self.operand.intervals(Rows(rows.batch, q[rows.row], 0, self._whole()))
-        return compact(torch.searchsorted(k, lo), torch.searchsorted(k, hi), rows.keys)
+        lo, hi = (torch.searchsorted(k, x.contiguous()) for x in (lo, hi))
+        return compact(lo, hi, rows.keys)
 
 
 @dataclass(frozen=True, eq=False)

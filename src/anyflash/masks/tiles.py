@@ -8,6 +8,7 @@ directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -141,10 +142,22 @@ def pack(seen: Tensor) -> Tensor:
     return byte.to(torch.uint8).view(torch.int64)
 
 
-def unpack(words: Tensor) -> Tensor:
-    """int64 (..., n) → bool (..., 64·n), the inverse of `pack`."""
-    bits = torch.arange(GRANULE, device=words.device)
-    return ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(-2)
+def unpack(words: Tensor, table: Tensor | None = None) -> Tensor:
+    """int64 (..., n) → (..., 64·n), the inverse of `pack`; bool, or what `table` has for bytes.
+
+    A look-up of eight elements at a time in a table (256, 8), see `byte_table`.
+    """
+    table = byte_table(False, True, torch.bool, words.device) if table is None else table
+    index = words.contiguous().view(torch.uint8).int().flatten()
+    return table.index_select(0, index).view(*words.shape[:-1], GRANULE * words.shape[-1])
+
+
+@lru_cache(maxsize=32)
+def byte_table(zero: float, one: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(256, 8): the bits of each byte, spelled as two values."""
+    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
+    ones = (byte.unsqueeze(-1) >> bit) & 1 == 1
+    return torch.where(ones, torch.tensor(one, dtype=dtype), torch.tensor(zero, dtype=dtype))
 
 
 def _classify(words: Tensor, keys: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +182,7 @@ def _distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
         return tiles, torch.zeros(0, dtype=torch.int64, device=tiles.device)
     odd = torch.arange(GRANULE, device=tiles.device) * 2 + 1
     factors = odd * odd * -0x61C8864680B583EB + odd  # fixed odd-ish multipliers, mixed by 2^64/φ
-    mixed = tiles ^ (tiles >> 29)
+    mixed = tiles ^ ((tiles >> 29) & (1 << 35) - 1)  # logical: else ~x mixes to what x does
     _, number = torch.unique((mixed * factors).sum(-1), return_inverse=True)
     count = int(number.max()) + 1
     distinct = tiles.new_empty(count, GRANULE)

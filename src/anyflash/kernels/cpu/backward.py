@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from anyflash.kernels.cpu import flash
-from anyflash.kernels.cpu.forward import BLOCK, KEYS, SCORES
-from anyflash.kernels.cpu.pieces import Batch, batches
-from anyflash.kernels.cpu.scores import Rules, Tile, bias_index, exp
+from anyflash.kernels.cpu.forward import BUDGET, STEP
+from anyflash.kernels.cpu.pieces import Batch, plan
+from anyflash.kernels.cpu.scores import Rules, Tile, bias_index, step_of
 from anyflash.numerics import accumulation_dtype
 
 
 class Outputs(NamedTuple):
-    """Where gradients go: accumulated in float32 or wider, views of the query heads at hand."""
+    """Where gradients go; dq is written, the others are added to, in the accumulation dtype."""
 
     dq: Tensor  # (B, H, Sq, D)
     dk: Tensor  # (B, H, Sk, D)
     dv: Tensor  # (B, H, Sk, Dv)
-    dbias: Tensor | None  # the bias' own shape
+    dbias: Tensor | None  # (1|B, 1|H, 1|Sq, 1|Sk)
     dsink: Tensor | None  # (H,)
 
 
@@ -38,15 +38,16 @@ class Saved(NamedTuple):
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, to: Outputs) -> None:
-    """Add the gradients of q, k, v of equal head counts onto `to`."""
+    """The gradients of q, k, v of equal head counts."""
     if to.dsink is not None and rules.sink is not None:
-        dot = (saved.dout.to(saved.lse.dtype) * saved.out.to(saved.lse.dtype)).sum(-1)
-        delta = dot if saved.dlse is None else dot - saved.dlse
-        weight = torch.exp(rules.sink.to(saved.lse.dtype).view(-1, 1) - saved.lse)
+        wide = saved.lse.dtype
+        delta = (saved.dout.to(wide) * saved.out.to(wide)).sum(-1)
+        delta = delta if saved.dlse is None else delta - saved.dlse
+        weight = torch.exp(rules.sink.to(wide).view(-1, 1) - saved.lse)
         to.dsink.sub_((weight * delta).sum((0, 2)))
     fused = flash.serves(q, rules) and to.dbias is None
-    for batch in batches(
-        rules.form, q.shape[0], rules.heads.tolist(), BLOCK, flash.SCORES if fused else SCORES
+    for batch in plan(
+        rules.form, q.shape[0], rules.heads.tolist(), flash.BUDGET if fused else BUDGET
     ):
         rows = Saved(
             batch.rows(saved.out),
@@ -54,10 +55,8 @@ def backward(q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, to: Ou
             batch.rows(saved.dout),
             None if saved.dlse is None else batch.rows(saved.dlse.unsqueeze(-1)).squeeze(-1),
         )
-        arguments = batch.rows(q), batch.keys(k), batch.keys(v), rows, rules, batch
-        dq, dk, dv = (
-            flash.backward_batch(*arguments) if fused else backward_batch(*arguments, to.dbias)
-        )
+        work = batch.rows(q), batch.keys(k), batch.keys(v), rows, rules, batch
+        dq, dk, dv = flash.backward_batch(*work) if fused else backward_batch(*work, to.dbias)
         batch.write_rows(to.dq, dq)
         batch.add_keys(to.dk, dk)
         batch.add_keys(to.dv, dv)
@@ -68,39 +67,41 @@ def backward_batch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one batch of pieces, in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
+    whole = Tile.of(rules, batch, dtype)
     q, k, v, dout = q.to(dtype), k.to(dtype), v.to(dtype), rows.dout.to(dtype)
+    queries = whole.queries(q)
     delta = (dout * rows.out.to(dtype)).sum(-1, keepdim=True)
     if rows.dlse is not None:
         delta = delta - rows.dlse.unsqueeze(-1)
-    lse = rows.lse.unsqueeze(-1)
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # an empty row: every weight e^(−inf) = 0
-    whole = Tile.of(rules, batch, dtype)
+    # An empty row has lse −inf; +inf makes every weight of it e^(−inf) = 0.
+    lse = rows.lse.unsqueeze(-1) * whole.unit.per_nat
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
     dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-    for start in range(0, k.shape[-2], KEYS):
-        keys = slice(start, min(start + KEYS, k.shape[-2]))
+    step = step_of(q, STEP)
+    for start in range(0, k.shape[-2], step):
+        keys = slice(start, min(start + step, k.shape[-2]))
         tile = whole.columns(keys.start, keys.stop)
         k_tile, v_tile = k[..., keys, :], v[..., keys, :]
-        s, slope = tile.scores(q, k_tile)
-        p = exp(s.sub_(lse))
+        s, bent = tile.scores(queries, k_tile)
+        p = tile.unit.power_(s.sub_(lse))
         dp = torch.matmul(dout, v_tile.mT)
         keep = tile.keep(dtype)
         if keep is not None:
-            dp = dp * keep
+            dp.mul_(keep)
         dv[..., keys, :] = tile.product(p if keep is None else p * keep, dout, transposed=True)
         ds = dp.sub_(delta).mul_(p)
-        if rules.strict and tile.seen is not None:
-            ds.masked_fill_(~tile.seen, 0)  # 0·NaN where a masked value is not finite
-        if dbias is not None and tile.at is not None:
-            dbias.index_put_(
-                bias_index(dbias, tile.at), *_reduced(ds, dbias, tile), accumulate=True
-            )
-        ds = (ds if slope is None else ds * slope).mul_(rules.scale)
+        if rules.strict and tile.hidden is not None:
+            ds.masked_fill_(tile.hidden, 0)  # 0·NaN where a masked value is not finite
+        if dbias is not None:
+            if rules.packed is not None and tile.at is not None:
+                index = bias_index(dbias, tile.at)
+                shape = torch.broadcast_shapes(*(i.shape for i in index))
+                dbias.index_put_(index, ds.sum_to_size(shape), accumulate=True)
+            else:
+                batch.add_scores(dbias, ds, start)
+        if bent is not None:
+            ds.mul_(bent.square_().neg_().add_(1))
+        ds.mul_(rules.scale)
         dq += tile.product(ds, k_tile)
         dk[..., keys, :] = tile.product(ds, q, transposed=True)
     return dq, dk, dv
-
-
-def _reduced(ds: Tensor, dbias: Tensor, tile: Tile) -> tuple[Tensor]:
-    """ds summed over the dimensions along which its bias index does not vary."""
-    index = torch.broadcast_shapes(*(i.shape for i in bias_index(dbias, tile.at)))  # type: ignore[arg-type]
-    return (ds.sum_to_size(index),)

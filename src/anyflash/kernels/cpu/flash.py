@@ -11,11 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anyflash.kernels.cpu.pieces import Batch, visible
+from anyflash.kernels.cpu.masking import additive
+from anyflash.kernels.cpu.pieces import Batch, Budget
 from anyflash.kernels.cpu.scores import Rules
 
-# Scores of a call (only their mask is ever in memory): 2^22 float32 of mask are 16 MB.
-SCORES = 1 << 24
+# The kernel takes 32, 64 or 256 query rows at a time for under 192, under 768 and more rows: larger
+# blocks cost less per score, smaller ones skip more.
+BUDGET = Budget(
+    blocks=((64, 1.8), (128, 1.4), (256, 1.2), (512, 1.05), (1024, 1.0)),
+    overhead=1 << 12,
+    scores=1 << 24,
+)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -43,7 +49,7 @@ def forward_batch(
     q: Tensor, k: Tensor, v: Tensor, rules: Rules, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """As `forward.forward_batch`."""
-    mask = _additive(rules, batch, q.dtype)
+    mask = _mask(rules, batch, q.dtype)
     flat = [x.flatten(1, 2) for x in (q, k, v)]
     out, lse = _forward(*_same_width(*flat), 0.0, False, attn_mask=mask, scale=rules.scale)
     out = out[..., : v.shape[-1]]
@@ -83,17 +89,14 @@ def backward_batch(q: Tensor, k: Tensor, v: Tensor, rows, rules: Rules, batch: B
     """As `backward.backward_batch`, in the inputs' dtype."""
     flat = [x.flatten(1, 2) for x in (q, k, v, rows.out, rows.lse, rows.dout)]
     dlse = None if rows.dlse is None else rows.dlse.flatten(1, 2)
-    mask = _additive(rules, batch, q.dtype)
+    mask = _mask(rules, batch, q.dtype)
     grads = backward(*flat, dlse, rules.scale, False, mask)
     return tuple(g.unflatten(1, q.shape[1:3]) for g in grads)
 
 
-def _additive(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
     """The mask as the kernel takes it: 0 or −inf, (pieces or 1, 1, rows, keys)."""
-    if not batch.masked:
-        return None
-    seen = visible(rules.form, batch).unsqueeze(1)
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return additive(rules.form, batch, dtype).unsqueeze(1) if batch.masked else None
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

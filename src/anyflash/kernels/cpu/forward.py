@@ -9,27 +9,23 @@ import torch
 from torch import Tensor
 
 from anyflash.kernels.cpu import flash
-from anyflash.kernels.cpu.pieces import Batch, batches
-from anyflash.kernels.cpu.scores import Rules, Tile, exp
+from anyflash.kernels.cpu.pieces import Batch, Budget, plan
+from anyflash.kernels.cpu.scores import Rules, Tile, step_of
 from anyflash.numerics import accumulation_dtype
 
-# Scores held at a time. 2^19 float32 are 2 MB: they stay in the second-level cache of two cores.
-SCORES = 1 << 19
-# Keys of a step of the online softmax.
-KEYS = 512
-BLOCK = 256
+# Scores of a step of the online softmax: 2^18 float32 are 1 MB and stay in second-level cache.
+STEP = 1 << 18
+BUDGET = Budget(blocks=((256, 1.0),), overhead=0, scores=1 << 21)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tensor) -> None:
     """Write out (B, H, Sq, Dv) and lse (B, H, Sq) for q, k, v of equal head counts."""
     fused = flash.serves(q, rules)
-    for batch in batches(
-        rules.form, q.shape[0], rules.heads.tolist(), BLOCK, flash.SCORES if fused else SCORES
-    ):
-        step = flash.forward_batch if fused else forward_batch
-        o, l = step(batch.rows(q), batch.keys(k), batch.keys(v), rules, batch)
-        batch.write_rows(out, o)
-        batch.write_rows(lse.unsqueeze(-1), l.unsqueeze(-1))
+    budget, step = (flash.BUDGET, flash.forward_batch) if fused else (BUDGET, forward_batch)
+    for batch in plan(rules.form, q.shape[0], rules.heads.tolist(), budget):
+        part, part_lse = step(batch.rows(q), batch.keys(k), batch.keys(v), rules, batch)
+        batch.write_rows(out, part)
+        batch.write_rows(lse.unsqueeze(-1), part_lse.unsqueeze(-1))
 
 
 def forward_batch(
@@ -37,28 +33,30 @@ def forward_batch(
 ) -> tuple[Tensor, Tensor]:
     """q (N, B, H, R, D), k (N, B, H, C, D), v → out (N, B, H, R, Dv), lse (N, B, H, R)."""
     dtype = accumulation_dtype(q.dtype)
-    q = q.to(dtype)
     whole = Tile.of(rules, batch, dtype)
+    unit, queries = whole.unit, whole.queries(q.to(dtype))
     if rules.sink is None:
-        top = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        top = queries.new_full((*q.shape[:-1], 1), -torch.inf)
         total = torch.zeros_like(top)
     else:  # one more logit per row, with no value
-        sink = batch.heads(rules.sink).to(dtype).unsqueeze(-1)
-        top = sink.expand(*q.shape[:-1], 1).clone()
+        sink = batch.heads(rules.sink).to(dtype).unsqueeze(-1) * unit.per_nat
+        top = sink.expand(*q.shape[:-1], 1)
         total = torch.ones_like(top)
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    for start in range(0, k.shape[-2], KEYS):
-        stop = min(start + KEYS, k.shape[-2])
+    out = queries.new_zeros((*q.shape[:-1], v.shape[-1]))
+    step = step_of(q, STEP)
+    for start in range(0, k.shape[-2], step):
+        stop = min(start + step, k.shape[-2])
         tile = whole.columns(start, stop)
-        s, _ = tile.scores(q, k[..., start:stop, :].to(dtype))
+        s, _ = tile.scores(queries, k[..., start:stop, :].to(dtype))
         higher = torch.maximum(top, s.amax(-1, keepdim=True))
         finite = torch.where(higher == -torch.inf, 0, higher)  # −inf − −inf would be NaN
-        p = exp(s.sub_(finite))
-        decay = exp(top - finite)
+        p = unit.power_(s.sub_(finite))
+        decay = unit.power_(top - finite)
         total = total * decay + p.sum(-1, keepdim=True)
         keep = tile.keep(dtype)
-        weights = p if keep is None else p * keep
-        out = out * decay + tile.product(weights, v[..., start:stop, :].to(dtype))
+        part = tile.product(p if keep is None else p.mul_(keep), v[..., start:stop, :].to(dtype))
+        out = part.add_(out.mul_(decay))
         top = higher
-    lse = (top + total.log()).squeeze(-1)  # −inf for a row with nothing: total is 0 and top −inf
-    return out / torch.where(total == 0, 1, total), lse
+    # A row with nothing: total is 0 and top −inf, so its lse is −inf and its output 0.
+    lse = ((top + unit.log(total)) / unit.per_nat).squeeze(-1)
+    return out.div_(torch.where(total == 0, 1, total)), lse
