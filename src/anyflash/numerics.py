@@ -54,7 +54,7 @@ def visible_product(weights: Tensor, values: Tensor, visible: Tensor | None) -> 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference; infinite where finiteness differs, equal infinities agree."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     if actual.numel() == 0:
         return 0.0
     same = (actual == expected) | (actual.isnan() & expected.isnan())

@@ -238,7 +238,9 @@ def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
     """out and lse get no gradient of their own: double backward differentiates through both, as
     functions of the inputs, and gives the sum."""
     (dout, dlse), call = _restore(ctx)
-    real = [g if need else None for g, need in zip(incoming, ctx.needs, strict=True)]
+    # Where nothing was asked for, backward's result was an empty placeholder.
+    asked = zip(incoming, ctx.needs, _leaves(call), strict=True)
+    real = [g if need and x is not None else None for g, need, x in asked]
     found = attention_double_backward(real, dout, dlse, *call)
     gradients: list[Any] = [None] * (5 + COUNT)
     for place, like, gradient in zip(

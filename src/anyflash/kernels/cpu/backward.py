@@ -14,18 +14,8 @@ from torch import Tensor
 from anyflash.kernels.cpu import flash
 from anyflash.kernels.cpu.forward import BUDGET, STEP
 from anyflash.kernels.cpu.pieces import Batch, plan
-from anyflash.kernels.cpu.scores import Rules, Tile, bias_index, step_of
+from anyflash.kernels.cpu.scores import Rules, Tile, step_of
 from anyflash.numerics import accumulation_dtype
-
-
-class Outputs(NamedTuple):
-    """Where gradients go; dq is written, the others are added to, in the accumulation dtype."""
-
-    dq: Tensor  # (B, H, Sq, D)
-    dk: Tensor  # (B, H, Sk, D)
-    dv: Tensor  # (B, H, Sk, Dv)
-    dbias: Tensor | None  # (1|B, 1|H, 1|Sq, 1|Sk)
-    dsink: Tensor | None  # (H,)
 
 
 class Saved(NamedTuple):
@@ -37,15 +27,33 @@ class Saved(NamedTuple):
     dlse: Tensor | None
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, to: Outputs) -> None:
-    """The gradients of q, k, v of equal head counts."""
-    if to.dsink is not None and rules.sink is not None:
-        wide = saved.lse.dtype
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Saved,
+    rules: Rules,
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv for q, k, v of equal head counts, in their dtype or a wider one.
+
+    Adds onto dbias (1|B, 1|H, 1|Sq, 1|Sk) and dsink (H,) where given, in the accumulation dtype.
+    """
+    wide = accumulation_dtype(q.dtype)
+    if dsink is not None and rules.sink is not None:
         delta = (saved.dout.to(wide) * saved.out.to(wide)).sum(-1)
         delta = delta if saved.dlse is None else delta - saved.dlse
         weight = torch.exp(rules.sink.to(wide).view(-1, 1) - saved.lse)
-        to.dsink.sub_((weight * delta).sum((0, 2)))
-    fused = flash.serves(q, rules) and to.dbias is None
+        dsink.sub_((weight * delta).sum((0, 2)))
+    fused = flash.serves(q, v, rules) and dbias is None
+    if fused and flash.serves_whole(rules):
+        return flash.backward(q, k, v, *saved, rules.scale, rules.causal)
+    dq, dk, dv = (
+        torch.zeros_like(q),
+        torch.zeros_like(k, dtype=wide),
+        torch.zeros_like(v, dtype=wide),
+    )
     for batch in plan(
         rules.form, q.shape[0], rules.heads.tolist(), flash.BUDGET if fused else BUDGET
     ):
@@ -56,10 +64,11 @@ def backward(q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, to: Ou
             None if saved.dlse is None else batch.rows(saved.dlse.unsqueeze(-1)).squeeze(-1),
         )
         work = batch.rows(q), batch.keys(k), batch.keys(v), rows, rules, batch
-        dq, dk, dv = flash.backward_batch(*work) if fused else backward_batch(*work, to.dbias)
-        batch.write_rows(to.dq, dq)
-        batch.add_keys(to.dk, dk)
-        batch.add_keys(to.dv, dv)
+        part = flash.backward_batch(*work) if fused else backward_batch(*work, dbias)
+        batch.write_rows(dq, part[0])
+        batch.add_keys(dk, part[1])
+        batch.add_keys(dv, part[2])
+    return dq, dk, dv
 
 
 def backward_batch(
@@ -93,12 +102,7 @@ def backward_batch(
         if rules.strict and tile.hidden is not None:
             ds.masked_fill_(tile.hidden, 0)  # 0·NaN where a masked value is not finite
         if dbias is not None:
-            if rules.packed is not None and tile.at is not None:
-                index = bias_index(dbias, tile.at)
-                shape = torch.broadcast_shapes(*(i.shape for i in index))
-                dbias.index_put_(index, ds.sum_to_size(shape), accumulate=True)
-            else:
-                batch.add_scores(dbias, ds, start)
+            tile.add_bias_gradient(dbias, ds)
         if bent is not None:
             ds.mul_(bent.square_().neg_().add_(1))
         ds.mul_(rules.scale)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from anyflash.kernels.cpu.masking import additive
 from anyflash.kernels.cpu.pieces import Batch, Budget
-from anyflash.kernels.cpu.scores import Rules
+from anyflash.kernels.cpu.scores import Places, Rules
+from anyflash.numerics import accumulation_dtype
 
 # The kernel takes 32, 64 or 256 query rows at a time for under 192, under 768 and more rows: larger
 # blocks cost less per score, smaller ones skip more.
@@ -27,21 +28,22 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def serves(q: Tensor, rules: Rules) -> bool:
-    """Whether the fused kernel computes these scores: dense scores of finite inputs, a mask at most."""
-    return (
-        not (rules.softcap or rules.positional or rules.strict)
-        and rules.scale > 0
-        and q.shape[-1] > 0
-    )
+def serves(q: Tensor, v: Tensor, rules: Rules) -> bool:
+    """Whether the fused kernel computes these scores: finite inputs, masks and biases at most."""
+    plain = not (rules.softcap or rules.dropout or rules.strict)
+    by_sequence = rules.packed is not None and (rules.bias is not None or rules.alibi is not None)
+    return plain and not by_sequence and rules.scale > 0 and q.shape[-1] > 0 and v.shape[-1] > 0
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def serves_whole(rules: Rules) -> bool:
+    """Whether it can take the whole problem in one call: all scores, or exactly causal."""
+    return (rules.causal or rules.full) and rules.bias is None and rules.alibi is None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     """The whole problem in one call: q (B, H, Sq, D), k, v (B, H, Sk, ·) → out, lse."""
-    out, lse = _forward(*_same_width(q, k, v), 0.0, causal, scale=scale)
-    sink = None if sink is None else sink.unsqueeze(-1)
+    out, lse = _forward(*_same_width(q, k, v), 0.0, rules.causal, scale=rules.scale)
+    sink = None if rules.sink is None else rules.sink.unsqueeze(-1)
     return _with_sink(out[..., : v.shape[-1]], lse, sink)
 
 
@@ -53,7 +55,7 @@ def forward_batch(
     flat = [x.flatten(1, 2) for x in (q, k, v)]
     out, lse = _forward(*_same_width(*flat), 0.0, False, attn_mask=mask, scale=rules.scale)
     out = out[..., : v.shape[-1]]
-    if batch.empty and mask is not None:
+    if mask is not None and (batch.empty or rules.bias is not None):
         nothing = (mask == -torch.inf).all(-1)
         lse = lse.masked_fill(nothing, -torch.inf)
         out = out.masked_fill(nothing.unsqueeze(-1), 0)
@@ -95,8 +97,17 @@ def backward_batch(q: Tensor, k: Tensor, v: Tensor, rows, rules: Rules, batch: B
 
 
 def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the kernel takes it: 0 or −inf, (pieces or 1, 1, rows, keys)."""
-    return additive(rules.form, batch, dtype).unsqueeze(1) if batch.masked else None
+    """Mask and bias as the kernel takes them: added, (pieces or 1, batch·heads or 1, rows, keys)."""
+    piece = batch.pieces[0]
+    mask = additive(rules.form, batch, dtype).unsqueeze(1) if batch.masked else None
+    bias = Places(rules, batch).bias(0, piece.width, accumulation_dtype(dtype))
+    if bias is None:
+        return mask
+    counts = piece.batch[1] - piece.batch[0], piece.heads[1] - piece.heads[0]
+    by_head = bias.shape[1] > 1 or bias.shape[2] > 1
+    shape = *(counts if by_head else (1, 1)), piece.rows[1] - piece.rows[0], piece.width
+    added = bias.expand(len(bias), *shape).flatten(1, 2)
+    return added.to(dtype) if mask is None else added.to(dtype) + mask
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

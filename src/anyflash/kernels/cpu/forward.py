@@ -18,14 +18,21 @@ STEP = 1 << 18
 BUDGET = Budget(blocks=((256, 1.0),), overhead=0, scores=1 << 21)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, out: Tensor, lse: Tensor) -> None:
-    """Write out (B, H, Sq, Dv) and lse (B, H, Sq) for q, k, v of equal head counts."""
-    fused = flash.serves(q, rules)
+def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    """out (B, H, Sq, Dv) in q's dtype and lse (B, H, Sq), for q, k, v of equal head counts."""
+    fused = flash.serves(q, v, rules)
+    if fused and flash.serves_whole(rules):
+        return flash.forward(q, k, v, rules)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    if rules.sink is not None:
+        lse.copy_(rules.sink.view(1, -1, 1))  # rows that no piece touches
     budget, step = (flash.BUDGET, flash.forward_batch) if fused else (BUDGET, forward_batch)
     for batch in plan(rules.form, q.shape[0], rules.heads.tolist(), budget):
         part, part_lse = step(batch.rows(q), batch.keys(k), batch.keys(v), rules, batch)
         batch.write_rows(out, part)
         batch.write_rows(lse.unsqueeze(-1), part_lse.unsqueeze(-1))
+    return out, lse
 
 
 def forward_batch(

@@ -68,15 +68,17 @@ class Batch:
         """x (H,) → (pieces, 1, heads, 1)."""
         return torch.stack([x[slice(*p.heads)] for p in self.pieces])[:, None, :, None]
 
-    def scores(self, x: Tensor) -> Tensor:
-        """x (1|B, 1|H, 1|Sq, 1|Sk) → (pieces, 1|batch, 1|heads, 1|rows, 1|keys)."""
-        parts = [
-            torch.cat([x[_corner(x, p, span)] for span in p.keys], -1)
-            if x.shape[3] > 1
-            else x[_corner(x, p, p.rows)]
-            for p in self.pieces
-        ]
-        return torch.stack(parts)
+    def scores(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x (1|B, 1|H, 1|Sq, 1|Sk) → (pieces, 1|batch, 1|heads, 1|rows, 1|keys), of the piece's
+        keys number first:last."""
+        return torch.stack(
+            [
+                torch.cat([x[c] for c, _, _ in _corners(x, p, first, last)], -1)
+                if x.shape[3] > 1
+                else x[_corner(x, p, p.rows)]
+                for p in self.pieces
+            ]
+        )
 
     def write_rows(self, x: Tensor, values: Tensor) -> None:
         """(pieces, batch, heads, rows, ·) → their places in x (B, H, S, ·)."""
@@ -98,16 +100,12 @@ class Batch:
                 start = stop
 
     def add_scores(self, x: Tensor, values: Tensor, first: int) -> None:
-        """Add (pieces, batch, heads, rows, some keys from number `first` on) onto x, summed over
-        the dimensions that x (1|B, 1|H, 1|Sq, 1|Sk) does not have."""
+        """Add (pieces, batch, heads, rows, keys from number `first` on) onto x, summed over the
+        dimensions that x (1|B, 1|H, 1|Sq, 1|Sk) does not have."""
         for piece, value in zip(self.pieces, values, strict=True):
-            begin = -first
-            for span in piece.keys:
-                a, b = max(begin, 0), min(begin + span[1] - span[0], value.shape[-1])
-                if a < b:
-                    place = x[_corner(x, piece, (span[0] + a - begin, span[0] + b - begin))]
-                    place.add_(value[..., a:b].sum_to_size(place.shape))
-                begin += span[1] - span[0]
+            for corner, a, b in _corners(x, piece, first, first + value.shape[-1]):
+                place = x[corner]
+                place.add_(value[..., a:b].sum_to_size(place.shape))
 
     def coordinates(self, device: torch.device, offset: int) -> Coordinates:
         """Where its scores are, each broadcastable to (pieces, batch, heads, rows, keys)."""
@@ -145,9 +143,11 @@ def plan(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[B
         candidates = []
         for block, cost in budget.blocks:
             pieces = list(_pieces(form, batch, heads, block, budget.scores))
-            work = sum((p.rows[1] - p.rows[0]) * p.width * cost + budget.overhead for p in pieces)
-            candidates.append((work, len(candidates), pieces))
-        plans[key] = list(_batches(min(candidates)[2], budget.scores))
+            areas = [(p.rows[1] - p.rows[0]) * p.width for p in pieces]
+            fits = max(areas, default=0) <= budget.scores
+            work = sum(areas) * cost + len(areas) * budget.overhead
+            candidates.append((not fits, work if fits else block, pieces))
+        plans[key] = list(_batches(min(candidates, key=lambda c: c[:2])[2], budget.scores))
     return plans[key]
 
 
@@ -254,6 +254,19 @@ def _corner(x: Tensor, piece: Piece, keys: Span) -> tuple[slice, ...]:
     return tuple(
         slice(*span) if size > 1 else slice(None) for span, size in zip(spans, x.shape, strict=True)
     )
+
+
+def _corners(
+    x: Tensor, piece: Piece, first: int, last: int
+) -> Iterator[tuple[tuple[slice, ...], int, int]]:
+    """A piece's keys number first:last in x: a corner per span, and which of these keys it has."""
+    begin = 0
+    for start, stop in piece.keys:
+        a, b = max(first, begin), min(last, begin + stop - start)
+        if a < b:
+            span = (start + a - begin, start + b - begin)
+            yield _corner(x, piece, span), a - first, b - first
+        begin += stop - start
 
 
 def _even(blocks: list[Tensor]) -> Tensor | None:

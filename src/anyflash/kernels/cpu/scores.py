@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,14 @@ class Unit(NamedTuple):
         """base^x in place."""
         return x.exp_() if self.per_nat == 1.0 else x.exp2_()
 
+    def of_bias(self, bias: Tensor) -> Tensor:
+        """A bias in units. The change of base must not turn finfo.min, which masks weigh nothing
+        with, into −inf, which takes part in nothing: a row of it is the mean of V."""
+        if self.per_nat == 1.0:
+            return bias
+        scaled = (bias * self.per_nat).clamp_(min=torch.finfo(bias.dtype).min)
+        return scaled.masked_fill_(bias == -torch.inf, -torch.inf)
+
     def log(self, x: Tensor) -> Tensor:
         return x.log() if self.per_nat == 1.0 else x.log2()
 
@@ -45,7 +54,7 @@ class Rules:
     """How scores become weights, for query heads that each have their own key head.
 
     `heads` are the indices (H,) of these query heads among all `heads_total`; bias, alibi and sink
-    are already cut to them. `packed` translates packed rows and keys into their sequences' own.
+    are cut to them. `packed` translates packed rows and keys into their sequences' own.
     """
 
     scale: float
@@ -56,14 +65,61 @@ class Rules:
     alibi: Tensor | None  # (1|B, H)
     sink: Tensor | None  # (H,)
     form: Form
+    full: bool  # the form masks nothing
+    causal: bool  # it is exactly causal, with as many queries as keys
     heads: Tensor
     heads_total: int
     packed: Packed | None
     strict: bool  # some input is not finite: masked slots must be kept out of products
 
-    @property
-    def positional(self) -> bool:
-        return self.bias is not None or self.alibi is not None or self.dropout > 0
+    def of_heads(self, heads: slice) -> Rules:
+        """The same for some of the heads."""
+        bias, alibi, sink = self.bias, self.alibi, self.sink
+        return replace(
+            self,
+            bias=bias if bias is None or bias.shape[1] == 1 else bias[:, heads],
+            alibi=None if alibi is None else alibi[:, heads],
+            sink=None if sink is None else sink[heads],
+            heads=self.heads[heads],
+        )
+
+
+class Places:
+    """Where the scores of a batch of pieces are; computed only if something asks."""
+
+    def __init__(self, rules: Rules, batch: Batch) -> None:
+        self.rules, self.batch = rules, batch
+
+    @cached_property
+    def at(self) -> Coordinates:
+        extent, packed = self.rules.form.extent, self.rules.packed
+        at = self.batch.coordinates(self.rules.heads.device, extent.keys - extent.queries)
+        if packed is None:
+            return at
+        # The sequence's number, its own row and key, and its offset.
+        sequence, row, offset, length, _, key = packed.local(at.row, at.key)
+        # Keys of another sequence are masked: any index inside will do.
+        inside = key.clamp(min=0).minimum((length - 1).clamp(min=0))
+        return Coordinates(sequence, at.head, row, inside, offset)
+
+    def columns(self, start: int, stop: int) -> Coordinates:
+        """For keys start:stop of each piece."""
+        return self.at._replace(key=self.at.key[..., start:stop])
+
+    def bias(self, start: int, stop: int, dtype: torch.dtype) -> Tensor | None:
+        """Bias and ALiBi of keys start:stop, broadcastable to (N, B, H, R, C)."""
+        rules, bias = self.rules, None
+        if rules.bias is not None and rules.packed is None:
+            bias = self.batch.scores(rules.bias, start, stop).to(dtype)
+        elif rules.bias is not None:
+            bias = rules.bias[bias_index(rules.bias, self.columns(start, stop))].to(dtype)
+        if rules.alibi is not None:
+            at, slopes = self.columns(start, stop), rules.alibi.to(dtype)
+            distance = (at.key - (at.row + at.offset)).abs().to(dtype)
+            element = at.batch if slopes.shape[0] > 1 else torch.zeros_like(at.batch[:1])
+            linear = slopes[element, at.head] * -distance
+            bias = linear if bias is None else bias + linear
+        return bias
 
 
 @dataclass(frozen=True)
@@ -71,37 +127,22 @@ class Tile:
     """The scores of one batch of pieces and a range of their keys."""
 
     rules: Rules
-    batch: Batch
+    places: Places
     unit: Unit
     hidden: Tensor | None  # (N|1, 1, 1, R, C): scores that are not attended
-    at: Coordinates | None  # where bias, alibi or dropout need it
-    bias: Tensor | None  # broadcastable to (N, B, H, R, C), in the accumulation dtype
+    start: int
+    stop: int
 
     @classmethod
     def of(cls, rules: Rules, batch: Batch, dtype: torch.dtype) -> Tile:
         masked = hidden(rules.form, batch)[:, None, None] if batch.masked else None
-        unit = Unit.of(dtype)
-        if not rules.positional:
-            return cls(rules, batch, unit, masked, None, None)
-        at = None
-        if rules.alibi is not None or rules.dropout or rules.packed is not None:
-            extent = rules.form.extent
-            at = batch.coordinates(rules.heads.device, extent.keys - extent.queries)
-            at = at if rules.packed is None else _unpack(rules.packed, at)
-        return cls(rules, batch, unit, masked, at, _bias(rules, batch, at, dtype))
+        width = batch.pieces[0].width
+        return cls(rules, Places(rules, batch), Unit.of(dtype), masked, 0, width)
 
     def columns(self, start: int, stop: int) -> Tile:
-        """The part of the tile with keys start:stop of each piece."""
-
-        def cut(x: Tensor) -> Tensor:
-            return x if x.shape[-1] == 1 else x[..., start:stop]
-
-        at = self.at
-        if at is not None:
-            at = at._replace(batch=cut(at.batch), key=at.key[..., start:stop])
+        """The part of a whole tile with keys start:stop of each piece."""
         masked = None if self.hidden is None else self.hidden[..., start:stop]
-        bias = None if self.bias is None else cut(self.bias)
-        return replace(self, hidden=masked, at=at, bias=bias)
+        return replace(self, hidden=masked, start=start, stop=stop)
 
     def queries(self, q: Tensor) -> Tensor:
         """q with the factors of the scores in it, once per batch instead of once per score."""
@@ -118,8 +159,9 @@ class Tile:
         if self.rules.softcap:
             bent = s.tanh_()
             s = bent * (self.rules.softcap * self.unit.per_nat)
-        if self.bias is not None:
-            s.add_(self.bias, alpha=self.unit.per_nat)
+        bias = self.places.bias(self.start, self.stop, s.dtype)
+        if bias is not None:
+            s.add_(self.unit.of_bias(bias))
         if self.hidden is not None:
             s.masked_fill_(self.hidden, -torch.inf)
         return s, bent
@@ -127,11 +169,12 @@ class Tile:
     def keep(self, dtype: torch.dtype) -> Tensor | None:
         """0 where dropout drops, 1/(1 − dropout) where it keeps."""
         rules = self.rules
-        if not rules.dropout or self.at is None or rules.seed is None:
+        if not rules.dropout or rules.seed is None:
             return None
-        head = self.at.batch * rules.heads_total + rules.heads[self.at.head]
-        kept = keep_elements(rules.seed, head, self.at.row, self.at.key, rules.dropout)
-        return kept.to(dtype) / (1 - rules.dropout) if rules.dropout < 1 else kept.to(dtype)
+        at = self.places.columns(self.start, self.stop)
+        head = at.batch * rules.heads_total + rules.heads[at.head]
+        kept = keep_elements(rules.seed, head, at.row, at.key, rules.dropout).to(dtype)
+        return kept / (1 - rules.dropout) if rules.dropout < 1 else kept
 
     def product(self, weights: Tensor, values: Tensor, *, transposed: bool = False) -> Tensor:
         """weights @ values (or weightsᵀ @ values) in which masked slots add nothing."""
@@ -139,6 +182,15 @@ class Tile:
         if transposed:
             return visible_product(weights.mT, values, None if seen is None else seen.mT)
         return visible_product(weights, values, seen)
+
+    def add_bias_gradient(self, dbias: Tensor, ds: Tensor) -> None:
+        """Add ds (N, B, H, R, C) onto dbias (1|B, 1|H, 1|Sq, 1|Sk)."""
+        if self.rules.packed is None:
+            self.places.batch.add_scores(dbias, ds, self.start)
+            return
+        index = bias_index(dbias, self.places.columns(self.start, self.stop))
+        shape = torch.broadcast_shapes(*(i.shape for i in index))
+        dbias.index_put_(index, ds.sum_to_size(shape), accumulate=True)
 
 
 def step_of(rows: Tensor, scores: int) -> int:
@@ -151,26 +203,3 @@ def bias_index(bias: Tensor, at: Coordinates) -> tuple[Tensor, ...]:
     zero = torch.zeros((1, 1, 1, 1, 1), dtype=torch.int64, device=bias.device)
     index = (at.batch, at.head, at.row, at.key)
     return tuple(i if size > 1 else zero for i, size in zip(index, bias.shape, strict=True))
-
-
-def _unpack(packed: Packed, at: Coordinates) -> Coordinates:
-    """Packed rows and keys → the sequence's number, its own row and key, and its offset."""
-    sequence, row, offset, length, _, key = packed.local(at.row, at.key)
-    # Keys of another sequence are masked: any index inside will do.
-    inside = key.clamp(min=0).minimum((length - 1).clamp(min=0))
-    return Coordinates(sequence, at.head, row, inside, offset)
-
-
-def _bias(rules: Rules, batch: Batch, at: Coordinates | None, dtype: torch.dtype) -> Tensor | None:
-    bias = None
-    if rules.bias is not None:
-        packed = rules.packed is not None and at is not None
-        bias = rules.bias[bias_index(rules.bias, at)] if packed else batch.scores(rules.bias)
-        bias = bias.to(dtype)
-    if rules.alibi is not None and at is not None:
-        distance = (at.key - (at.row + at.offset)).abs().to(dtype)
-        slopes = rules.alibi.to(dtype)
-        element = at.batch if slopes.shape[0] > 1 else torch.zeros_like(at.batch[:1])
-        linear = slopes[element, at.head] * -distance
-        bias = linear if bias is None else bias + linear
-    return bias
