@@ -35,7 +35,7 @@ LAYERS = (
     ("backends.base",),
     ("backends.*",),
     ("dispatch",),
-    ("ops",),
+    ("ops", "explanation"),
     ("api",),
     ("compat", "distributed", "bench"),
     ("__init__",),

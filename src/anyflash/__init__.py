@@ -1,7 +1,7 @@
 """FlashAttention for PyTorch on whatever accelerator is there: one function with one meaning."""
 
 from anyflash import errors
-from anyflash.api import alibi, attention, attention_varlen
+from anyflash.api import alibi, attention, attention_varlen, explain
 from anyflash.errors import AttentionError, InvalidInput, Unsupported
 from anyflash.masks import (
     Mask,
@@ -27,6 +27,7 @@ __all__ = [
     "causal",
     "documents",
     "errors",
+    "explain",
     "from_function",
     "from_tensor",
     "padding",

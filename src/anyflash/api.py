@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from anyflash import ops
 from anyflash.errors import InvalidInput, Unsupported
+from anyflash.explanation import Explanation
 from anyflash.masks import Mask, as_mask
 from anyflash.masks import causal as causal_mask
-from anyflash.problem import check_kind
+from anyflash.problem import Problem, check_kind, check_number
 from anyflash.rng import draw_seed
 
 
@@ -88,12 +90,11 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023); FlashAttention-3 (Shah et al. 2024).
     """
-    q, k, v = _autocast(q, k, v)
-    mask = _mask(mask, causal)
-    out, lse = _call(
-        (q, k, v), mask, bias, sink, (None, None, None), scale, softcap, dropout,
-        (None, None), deterministic, precision, backend,
+    call = _arguments(
+        (q, k, v), mask, causal, bias, sink, (scale, softcap, dropout),
+        (deterministic, precision, backend),
     )  # fmt: skip
+    out, lse = _run(call)
     return (out, lse) if return_lse else out
 
 
@@ -140,41 +141,108 @@ def attention_varlen(
     Raises: as `attention`. Offsets are read, and malformed ones refused, on the CPU always and on
     accelerators under ANYFLASH_CHECK=1.
     """
-    q, k, v = _autocast(q, k, v)
-    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(value, Tensor):
-            raise InvalidInput(name, type(value).__name__, "int32 offsets (n + 1,)")
-    out, lse = _call(
-        (q, k, v), _mask(mask, causal), bias, sink, (cu_seqlens_q, cu_seqlens_k, seqused_k), scale, softcap,
-        dropout, (max_seqlen_q, max_seqlen_k), deterministic, precision, backend,
+    call = _arguments(
+        (q, k, v), mask, causal, bias, sink, (scale, softcap, dropout),
+        (deterministic, precision, backend), (cu_seqlens_q, cu_seqlens_k, seqused_k),
+        (max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
+    out, lse = _run(call)
     return (out, lse) if return_lse else out
 
 
-def _call(
-    qkv: tuple[Tensor, Tensor, Tensor], mask: Mask | None, bias: Tensor | Alibi | None, sink: Tensor | None,
-    packing: tuple[Tensor | None, ...], scale: float | None, softcap: float | None, dropout: float,
-    longest: tuple[int | None, ...], deterministic: bool, precision: str | None, backend: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    slopes = bias.slopes if isinstance(bias, Alibi) else None
-    added = None if isinstance(bias, Alibi) else bias
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | Alibi | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+) -> Explanation:
+    """Which backend `attention` would use for this call, why not the others, and the mask's form.
+
+    Nothing is computed but the compiled mask, where that is cheap, and no random number is drawn.
+    No tensor's contents matter but those of masks and offsets: `torch.empty(()).expand(...)` asks
+    about a call of any size without its memory.
+
+    Args: those of `attention`, or with cu_seqlens_q and cu_seqlens_k those of `attention_varlen`,
+        in the same shapes; and
+        device: the device type to ask about ("cpu", "cuda", "mps"), present here or not; None is
+            that of the tensors.
+
+    Returns:
+        An `Explanation`: `problem`, `chosen` (a name or None), `refusals` (name → sentence, or None
+        for those that serve) and `mask_form`. It prints as text, and as a table under rich.
+
+    Raises:
+        InvalidInput: as the call would. What nothing serves is an answer, not an error.
+    """
+    packing = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    call = _arguments(
+        (q, k, v), mask, causal, bias, sink, (scale, softcap, dropout),
+        (deterministic, precision, backend), packing if cu_seqlens_q is not None else None,
+        (max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    inputs, options = call.parse()
+    return Explanation.of(Problem.of(inputs, options), inputs, backend, device)
+
+
+def _arguments(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Mask | Tensor | None,
+    causal: bool,
+    bias: Tensor | Alibi | None,
+    sink: Tensor | None,
+    numbers: tuple[float | None, float | None, float],
+    choices: tuple[bool, str | None, str | None],
+    packing: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    longest: tuple[int | None, int | None] = (None, None),
+) -> ops.Arguments:
+    """What the operators take, from what the public functions take; no seed yet.
+
+    Checks what may enter an operator at all; `Problem.of`, inside it, checks the rest.
+    """
+    q, k, v = _autocast(*qkv)
+    slopes, added = (bias.slopes, None) if isinstance(bias, Alibi) else (None, bias)
     for name, tensor in (("bias", added), ("sink", sink)):
         if tensor is not None:
             check_kind(name, tensor)
-    _refuse_transforms(*qkv, added, sink)
-    seed = draw_seed(qkv[0].device) if dropout else None
-    text, leaves = ("", ()) if mask is None else (mask.text, mask.leaves)
-    return ops.attention_forward(
-        *qkv, added, slopes, sink, seed, *packing, list(leaves), text, scale, softcap or 0.0, dropout,
-        *longest, deterministic, precision, backend,
+    for name, number in zip(("scale", "softcap", "dropout"), numbers, strict=True):
+        check_number(name, number)
+    if packing is not None:
+        for name, starts in zip(("cu_seqlens_q", "cu_seqlens_k"), packing, strict=False):
+            if not isinstance(starts, Tensor):
+                raise InvalidInput(name, type(starts).__name__, "int32 offsets (n + 1,)")
+    given = as_mask(mask)
+    if causal:
+        given = causal_mask() if given is None else given & causal_mask()
+    text, leaves = ("", ()) if given is None else (given.text, given.leaves)
+    scale, softcap, dropout = numbers
+    return ops.Arguments(
+        q, k, v, added, slopes, sink, None, *(packing or (None, None, None)), list(leaves), text,
+        scale, softcap or 0.0, dropout, *longest, *choices,
     )  # fmt: skip
 
 
-def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask | None:
-    given = as_mask(mask)
-    if not causal:
-        return given
-    return causal_mask() if given is None else given & causal_mask()
+def _run(call: ops.Arguments) -> tuple[Tensor, ...]:
+    _refuse_transforms(call.q, call.k, call.v, call.bias, call.sink)
+    if call.dropout:
+        call = call._replace(seed=draw_seed(call.q.device))
+    return ops.attention_forward(*call)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,11 +257,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse_transforms(*tensors: Tensor | None) -> None:
-    """Forward-mode derivatives would silently be zero under a registered formula: say no instead."""
+    """Forward-mode derivatives would silently be zero under a registered formula: say no."""
     if torch.compiler.is_compiling():
         return
-    level = torch._C._functorch.peek_interpreter_stack()
-    functorch_jvp = level is not None and level.key() == torch._C._functorch.TransformType.Jvp
+    level = functorch.peek_interpreter_stack()
+    functorch_jvp = level is not None and level.key() == functorch.TransformType.Jvp
     dual = forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )

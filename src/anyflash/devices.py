@@ -23,11 +23,13 @@ class Device:
 def probe(device: str) -> Device:
     """Describe a torch device type or device ("cpu", "cuda:1"); one probe per process.
 
-    A CUDA context is made only if a CUDA device is asked for.
+    A CUDA context is made only if a CUDA device is asked for. One that is not here has no features.
     """
     kind = torch.device(device).type
     if kind == "cpu":
         return Device(kind, _cpu_name(), _cpu_features())
+    if kind == "cuda" and not torch.cuda.is_available():
+        return Device(kind, "not present", frozenset())
     if kind == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return Device(kind, torch.cuda.get_device_name(device), frozenset({f"sm_{major}{minor}"}))

@@ -38,7 +38,7 @@ def refusals(problem: Problem, requested: str | None = None) -> dict[str, str | 
 
 @lru_cache(maxsize=1024)
 def select(problem: Problem, requested: str | None = None) -> Backend:
-    """The backend for a problem; raises Unsupported with every backend's sentence if there is none."""
+    """The backend for a problem; Unsupported, with every backend's sentence, if there is none."""
     found = refusals(problem, requested)
     for name, sentence in found.items():
         if sentence is None:

@@ -15,27 +15,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anyflash import reference
-from anyflash.backends.base import Needs, Saved
 from anyflash.dispatch import select
 from anyflash.errors import Unsupported
 from anyflash.masks.expression import from_text
 from anyflash.numerics import accumulation_dtype, default_scale
-from anyflash.problem import Gradients, Inputs, Options, Problem
+from anyflash.problem import Gradients, Inputs, Needs, Options, Problem, Saved
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? seed, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor[] mask_leaves, str mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
+    "Tensor[] mask_leaves, str mask, "
     "float? scale, float softcap, float dropout, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     "bool deterministic, str? precision, str? backend"
 )
 LIBRARY = torch.library.Library("anyflash", "DEF")
 LIBRARY.define(f"attention_forward({ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {ARGUMENTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, "
+    f"{ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "attention_double_backward(Tensor?[] incoming, Tensor? dout, Tensor? dlse, "
@@ -198,7 +199,7 @@ COUNT = len(Arguments._fields)
 
 
 def _save(ctx: Any, tensors: list[Tensor | None], arguments: tuple[Any, ...]) -> None:
-    """Keep a call for backward. Tensors go through save_for_backward, which watches their versions."""
+    """Keep a call for backward. save_for_backward watches the versions of its tensors."""
     call = Arguments(*arguments)
     ctx.save_for_backward(*tensors, *call[:10], *call.mask_leaves)
     ctx.extra, ctx.numbers = len(tensors), call[11:]
@@ -208,7 +209,8 @@ def _save(ctx: Any, tensors: list[Tensor | None], arguments: tuple[Any, ...]) ->
 def _restore(ctx: Any) -> tuple[list[Tensor | None], Arguments]:
     saved = list(ctx.saved_tensors)
     first = ctx.extra + 10
-    return saved[: ctx.extra], Arguments(*saved[ctx.extra : first], saved[first:], *ctx.numbers)
+    fields: list[Any] = [*saved[ctx.extra : first], saved[first:], *ctx.numbers]
+    return saved[: ctx.extra], Arguments(*fields)
 
 
 def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -282,7 +284,7 @@ class Operator:
         self.function = type(name, (torch.autograd.Function,), rules)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        if not torch.compiler.is_compiling() and functorch.peek_interpreter_stack():
             return self.function.apply(*arguments)  # type: ignore[no-any-return]
         return self.op(*arguments)
 

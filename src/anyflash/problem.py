@@ -7,6 +7,7 @@ specialise it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from anyflash.errors import InvalidInput
 from anyflash.masks.algebra import Everything, Window
@@ -43,6 +45,25 @@ class Inputs(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.starts_q is not None
+
+
+class Saved(NamedTuple):
+    """What backward has besides the inputs: forward's results and their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    sink: bool
 
 
 class Gradients(NamedTuple):
@@ -139,13 +160,19 @@ def check_kind(name: str, value: object) -> None:
         raise InvalidInput(name, value.dtype, "float16, bfloat16, float32 or float64")
 
 
+def check_number(name: str, value: object) -> None:
+    """What a number must be before it may enter an operator; None is always a default."""
+    kinds = (int, float, torch.SymInt, torch.SymFloat)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+        advice = "read it with .item()" if isinstance(value, Tensor) else ""
+        raise InvalidInput(name, type(value).__name__, "a number", advice)
+
+
 def packed_mask(inputs: Inputs) -> Mask:
     """The mask of a packed call over its packed rows and keys: sequences never see each other."""
-    starts_q, starts_k = inputs.starts_q, inputs.starts_k
-    if starts_q is None or starts_k is None:
+    if inputs.starts_q is None or inputs.starts_k is None:
         raise TypeError("packed_mask needs a packed call")
-    lengths = starts_k[1:] - starts_k[:-1] if inputs.used_k is None else inputs.used_k
-    return Packed(inputs.mask or Everything(), starts_q, starts_k, lengths)
+    return Packed(inputs.mask or Everything(), inputs.starts_q, inputs.starts_k, inputs.used_k)
 
 
 def _check_common(inputs: Inputs) -> None:
@@ -223,7 +250,7 @@ def _check_options(options: Options) -> None:
 
 
 def data_checks(device: torch.device) -> bool:
-    """Whether checks that read tensor contents run: always on CPU, elsewhere if asked (they sync)."""
+    """Whether checks that read contents run: always on the CPU, elsewhere if asked (they sync)."""
     return device.type == "cpu" or os.environ.get("ANYFLASH_CHECK") == "1"
 
 
@@ -262,7 +289,7 @@ def _check_packed(inputs: Inputs, options: Options) -> tuple[int, int, int]:
 
 
 def _readable(tensor: Tensor) -> bool:
-    return not torch._subclasses.fake_tensor.is_fake(tensor) and data_checks(tensor.device)
+    return not is_fake(tensor) and data_checks(tensor.device)
 
 
 def _check_starts(name: str, starts: Tensor, total: int, most: int | None) -> int:
@@ -282,7 +309,7 @@ def _check_starts(name: str, starts: Tensor, total: int, most: int | None) -> in
     if values[-1] != total:
         expected = f"{total}, the number of packed rows"
         raise InvalidInput(name, f"{values[-1]} at index {len(values) - 1}", expected)
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(values)]
     longest = max(lengths, default=0)
     if most is not None and longest > most:
         got = f"a sequence of {longest} at index {lengths.index(longest)}"

@@ -44,7 +44,7 @@ class Sequence(NamedTuple):
 
 
 def forward(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in `dtype`; packed: (total, Hq, Dv) and (Hq, total)."""
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in `dtype`; packed (total, Hq, Dv), (Hq, total)."""
     if not inputs.packed:
         one = Sequence(_widen(inputs, dtype))
         weights = _weights(one, options, slice(0, inputs.q.shape[2]))
@@ -206,16 +206,16 @@ def _rows_of(one: Sequence, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, 
 def _cut(total: Gradients, one: Sequence) -> Gradients:
     """The part of packed gradients that belongs to one sequence, as views in its dense shapes."""
     places = (one.rows, one.keys, one.keys)
-    packed = [
+    q, k, v = (
         None if x is None else x[s].transpose(0, 1)[None]
         for x, s in zip(total[:3], places, strict=True)
-    ]
+    )
     bias = total.bias
     if bias is not None and one.inputs.bias is not None:
         full = _bias4(bias)
         b = one.number if full.shape[0] > 1 else 0
         bias = full[b : b + 1, :, : one.inputs.bias.shape[2], : one.inputs.bias.shape[3]]
-    return Gradients(*packed, bias, total.sink)
+    return Gradients(q, k, v, bias, total.sink)
 
 
 def _add(total: Gradients, part: Gradients, one: Sequence) -> None:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from anyflash.devices import Device
-from anyflash.problem import Gradients, Inputs, Problem
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
-
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
-    sink: bool
-
-
-class Saved(NamedTuple):
-    """What backward has besides the inputs: forward's results and their gradients."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
+from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved
 
 
 class Backend(Protocol):

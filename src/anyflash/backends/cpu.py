@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflash.backends.base import Needs, Saved
 from anyflash.devices import Device
 from anyflash.kernels.cpu import backward as backward_kernel
 from anyflash.kernels.cpu import forward as forward_kernel
@@ -20,7 +19,7 @@ from anyflash.masks.compiled import compiled
 from anyflash.masks.index import Extent
 from anyflash.masks.places import Packed
 from anyflash.numerics import accumulation_dtype, all_finite
-from anyflash.problem import Gradients, Inputs, Problem, packed_mask
+from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved, packed_mask
 
 name = "cpu"
 
@@ -68,7 +67,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gr
         rules, rounds = _rules(problem, inputs, q, k, v, dout), _rounds(problem)
         parts = []
         for heads in rounds:
-            mine = backward_kernel.Saved(
+            mine = Saved(
                 out[:, heads],
                 lse[:, heads],
                 dout[:, heads],
@@ -77,12 +76,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gr
             extra = _bias_of(dbias, heads), None if dsink is None else dsink[heads]
             part = backward_kernel.backward(q[:, heads], k, v, mine, rules.of_heads(heads), *extra)
             parts.append(part)
-        if len(rounds) == 1:
-            dq, dk, dv = parts[0]
-        else:
+        dq, dk, dv = parts[0]
+        if len(rounds) > 1:
+            dq = torch.empty_like(q)
             for heads, part in zip(rounds, parts, strict=True):
                 dq[:, heads] = part[0]
-            dk, dv = (sum(p[n].to(wide) for p in parts) for n in (1, 2))  # type: ignore[misc]
+            for part in parts[1:]:
+                dk, dv = dk.to(wide) + part[1], dv.to(wide) + part[2]
     if problem.packed:
         dq, dk, dv = (x[0].transpose(0, 1) for x in (dq, dk, dv))
     return Gradients(

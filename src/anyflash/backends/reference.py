@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from anyflash import reference
-from anyflash.backends.base import Needs, Saved
 from anyflash.devices import Device
 from anyflash.numerics import accumulation_dtype
-from anyflash.problem import Gradients, Inputs, Problem
+from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved
 
 name = "reference"
 

@@ -1,8 +1,8 @@
 """What the user writes: masks as an algebra of small immutable values.
 
-A mask says which scores (b, h, i, j) exist: batch b, query head h, query row i, key j; True = attend.
-It never holds an S×S matrix unless the user gave one. `masks/compiled.py` turns an expression into
-the forms that kernels read (row intervals or a tile map).
+A mask says which scores (b, h, i, j) exist: batch b, query head h, query row i, key j. True means
+attend. It never holds an S×S matrix unless the user gave one. `masks/compiled.py` turns an
+expression into the forms that kernels read (row intervals or a tile map).
 
 Alignment: query i stands at key position i + offset with offset = Sk − Sq (bottom-right), so that
 the last query sees the last key. `Coordinates.offset` carries it; a shard or a packed sequence has

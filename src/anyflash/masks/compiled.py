@@ -35,9 +35,6 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
     A tensor is the same if its storage, place in it and version counter are: its contents are
     never read. In-place changes through `.data` go unseen, as they do for autograd.
     """
-    form = getattr(mask, "form", None)
-    if form is not None and form.extent == extent and form.tensors[0].device == device:
-        return form
     if any(leaf.is_inference() for leaf in mask.leaves):  # no version counter: nothing to go by
         return compile_mask(mask, extent, device)
     # A weak reference keeps the storage's address from being used again, not its memory.
@@ -51,7 +48,8 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key][0]
-    form = compile_mask(mask, extent, device)
+    # A mask compiled ahead brings its form; keeping the first one keeps what is planned for it.
+    form = getattr(mask, "form", None) or compile_mask(mask, extent, device)
     with _lock:
         _cache[key] = form, storages
         gone = [k for k, (_, refs) in _cache.items() if any(ref.expired() for ref in refs)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache
@@ -42,6 +43,8 @@ class Mask:
             elif isinstance(value, Tensor):
                 words.append("t")
                 leaves.append(value)
+            elif isinstance(value, int):  # index(): a number even where dynamo holds a symbol
+                words.append(repr(operator.index(value)))
             else:
                 words.append(repr(value))
         object.__setattr__(self, "text", f"{type(self).__name__}({','.join(words)})")
@@ -72,7 +75,7 @@ class Mask:
     def materialise(
         self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """The mask as a boolean tensor (batch, heads, queries, keys): for tests and small pictures."""
+        """The mask as a boolean tensor (batch, heads, queries, keys), for tests."""
         extent = Extent(batch, heads, queries, keys)
         self.check(extent)
         index = grid(extent, slice(0, queries), slice(0, keys), torch.device(device))
@@ -81,7 +84,7 @@ class Mask:
     def show(
         self, queries: int, keys: int, *, batch: int = 0, head: int = 0, tile: int = 64
     ) -> str:
-        """A picture of one head, a character per tile×tile scores: '·' skip, '▒' partial, '█' full."""
+        """A picture of one head, a character a tile: '·' skip, '▒' partial, '█' full."""
         extent = Extent(batch + 1, head + 1, queries, keys)
         lines = []
         for q0 in range(0, queries, tile):
@@ -117,7 +120,7 @@ class Mask:
         """Raise InvalidInput if the mask's tensors do not fit the problem."""
 
     def visible(self, at: Coordinates) -> Tensor:
-        """Boolean, in the natural broadcast shape: size 1 along what the mask does not depend on."""
+        """Boolean, in its natural shape: size 1 along what the mask does not depend on."""
         raise NotImplementedError
 
     def interval_bound(self) -> int | None:

@@ -81,7 +81,7 @@ def _touched(lo: Tensor, hi: Tensor, extent: Extent) -> Tensor:
 
 
 def _range(touched: Tensor, dim: int) -> Tensor:
-    """First and one-past-last True along `dim`, as int32 (B, tiles, 2); (0, 0) where there is none."""
+    """First and one-past-last True along `dim`, int32 (B, tiles, 2); (0, 0) if there is none."""
     size = touched.shape[dim]
     shape = [s for d, s in enumerate(touched.shape) if d != dim]
     if size == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,46 +54,62 @@ class At(Mask):
         return compact(lo, hi, rows.keys)
 
 
+class Local(NamedTuple):
+    """Packed rows as their sequences see them; tensors of the rows' shape."""
+
+    sequence: Tensor
+    row: Tensor
+    length: Tensor  # keys in use
+    offset: Tensor  # length − queries
+    first_key: Tensor  # where the sequence's keys start
+
+
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
     """`operand` applied to each sequence of a packed batch, and nothing across sequences.
 
-    starts_q, starts_k (n + 1,) offsets into the packed rows and keys; lengths_k (n,) keys in use.
-    The operand's batch is the sequence, its rows and keys count from the sequence's start.
+    starts_q, starts_k (n + 1,) offsets into the packed rows and keys; used_k (n,) keys in use, None
+    for all. The operand's batch is the sequence, its rows and keys count from the sequence's start.
     """
 
     operand: Mask
     starts_q: Tensor
     starts_k: Tensor
-    lengths_k: Tensor
+    used_k: Tensor | None
 
-    def local(self, batch_rows: Tensor, keys: Tensor | None = None) -> Any:
-        """Sequence, local row and offset of packed rows; with keys, their sequence and local key."""
-        device = batch_rows.device
-        starts_q, starts_k = self.starts_q.to(device).long(), self.starts_k.to(device).long()
-        sequence = _segment(starts_q, batch_rows)
-        length_k = self.lengths_k.to(device).long()[sequence]
-        offset = length_k - (starts_q[sequence + 1] - starts_q[sequence])
-        row = batch_rows - starts_q[sequence]
-        if keys is None:
-            return sequence, row, offset, length_k, starts_k[sequence]
-        sequence_k = _segment(starts_k, keys)
-        return sequence, row, offset, length_k, sequence_k, keys - starts_k[sequence_k]
+    def rows(self, rows: Tensor) -> Local:
+        starts_q, starts_k = (
+            self.starts_q.to(rows.device).long(),
+            self.starts_k.to(rows.device).long(),
+        )
+        lengths = starts_k.diff() if self.used_k is None else self.used_k.to(rows.device).long()
+        sequence = _segment(starts_q, rows)
+        length = lengths[sequence]
+        offset = length - starts_q.diff()[sequence]
+        return Local(sequence, rows - starts_q[sequence], length, offset, starts_k[sequence])
+
+    def keys(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The sequence of packed keys, and their number in it."""
+        starts = self.starts_k.to(keys.device).long()
+        sequence = _segment(starts, keys)
+        return sequence, keys - starts[sequence]
 
     def visible(self, at: Coordinates) -> Tensor:
-        sequence, row, offset, length, sequence_k, key = self.local(at.row, at.key)
-        mine = (sequence == sequence_k) & (key < length)
-        # Inside another sequence `row` and `key` need not fit this one's tensors: ask about 0 there.
-        inner = Coordinates(sequence, at.head, row, torch.where(mine, key, 0), offset)
+        local, (sequence, key) = self.rows(at.row), self.keys(at.key)
+        mine = (local.sequence == sequence) & (key < local.length)
+        # A key of another sequence need not fit this one's tensors: ask about key 0 there.
+        key = torch.where(mine, key, 0)
+        inner = Coordinates(local.sequence, at.head, local.row, key, local.offset)
         return mine & self.operand.visible(inner)
 
     def interval_bound(self) -> int | None:
         return self.operand.interval_bound()
 
     def intervals(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        sequence, row, offset, length, start = self.local(rows.row)
-        lo, hi = self.operand.intervals(Rows(sequence, row, offset, length))
-        start, length = start.unsqueeze(-1), length.unsqueeze(-1)
+        local = self.rows(rows.row)
+        inner = Rows(local.sequence, local.row, local.offset, local.length)
+        lo, hi = self.operand.intervals(inner)
+        start, length = local.first_key.unsqueeze(-1), local.length.unsqueeze(-1)
         lo, hi = torch.minimum(lo, length), torch.minimum(hi, length)
         return compact(lo + start, hi + start, rows.keys)
 
@@ -135,6 +151,6 @@ class Compiled(Mask):
 
 
 def _segment(starts: Tensor, positions: Tensor) -> Tensor:
-    """Index of the segment [starts[s], starts[s + 1]) that holds each position (empty ones skipped)."""
+    """The segment [starts[s], starts[s + 1]) that holds each position; empty ones hold none."""
     last = max(starts.shape[0] - 2, 0)
     return (torch.searchsorted(starts, positions.contiguous(), right=True) - 1).clamp(0, last)

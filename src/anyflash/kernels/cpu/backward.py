@@ -6,8 +6,6 @@ log-sum-exp at no further cost.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,15 +14,7 @@ from anyflash.kernels.cpu.forward import BUDGET, STEP
 from anyflash.kernels.cpu.pieces import Batch, plan
 from anyflash.kernels.cpu.scores import Rules, Tile, step_of
 from anyflash.numerics import accumulation_dtype
-
-
-class Saved(NamedTuple):
-    """What forward left and what came back from the loss."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
+from anyflash.problem import Saved
 
 
 def backward(
@@ -48,7 +38,8 @@ def backward(
         dsink.sub_((weight * delta).sum((0, 2)))
     fused = flash.serves(q, v, rules) and dbias is None
     if fused and flash.serves_whole(rules):
-        return flash.backward(q, k, v, *saved, rules.scale, rules.causal)
+        bias = flash.whole_bias(q, rules)
+        return flash.backward(q, k, v, saved, rules, bias)
     dq, dk, dv = (
         torch.zeros_like(q),
         torch.zeros_like(k, dtype=wide),

@@ -7,6 +7,8 @@ is 0 on rows that attend nothing. It knows neither softcap nor dropout, and take
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from anyflash.kernels.cpu.masking import additive
 from anyflash.kernels.cpu.pieces import Batch, Budget
 from anyflash.kernels.cpu.scores import Places, Rules
 from anyflash.numerics import accumulation_dtype
+from anyflash.problem import Saved
 
 # The kernel takes 32, 64 or 256 query rows at a time for under 192, under 768 and more rows: larger
 # blocks cost less per score, smaller ones skip more.
@@ -37,14 +40,16 @@ def serves(q: Tensor, v: Tensor, rules: Rules) -> bool:
 
 def serves_whole(rules: Rules) -> bool:
     """Whether it can take the whole problem in one call: all scores, or exactly causal."""
-    return (rules.causal or rules.full) and rules.bias is None and rules.alibi is None
+    return rules.alibi is None and (rules.full or (rules.causal and rules.bias is None))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     """The whole problem in one call: q (B, H, Sq, D), k, v (B, H, Sk, ·) → out, lse."""
-    out, lse = _forward(*_same_width(q, k, v), 0.0, rules.causal, scale=rules.scale)
-    sink = None if rules.sink is None else rules.sink.unsqueeze(-1)
-    return _with_sink(out[..., : v.shape[-1]], lse, sink)
+    bias = whole_bias(q, rules)
+    inputs = _same_width(q, k, v)
+    out, lse = _forward(*inputs, 0.0, rules.causal, attn_mask=bias, scale=rules.scale)
+    out, lse = _without_empty_rows(out[..., : v.shape[-1]], lse, bias)
+    return _with_sink(out, lse, None if rules.sink is None else rules.sink.unsqueeze(-1))
 
 
 def forward_batch(
@@ -55,49 +60,52 @@ def forward_batch(
     flat = [x.flatten(1, 2) for x in (q, k, v)]
     out, lse = _forward(*_same_width(*flat), 0.0, False, attn_mask=mask, scale=rules.scale)
     out = out[..., : v.shape[-1]]
-    if mask is not None and (batch.empty or rules.bias is not None):
-        nothing = (mask == -torch.inf).all(-1)
-        lse = lse.masked_fill(nothing, -torch.inf)
-        out = out.masked_fill(nothing.unsqueeze(-1), 0)
+    if batch.empty or rules.bias is not None:
+        out, lse = _without_empty_rows(out, lse, mask)
     out, lse = out.unflatten(1, q.shape[1:3]), lse.unflatten(1, q.shape[1:3])
     return _with_sink(out, lse, None if rules.sink is None else batch.heads(rules.sink))
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    scale: float, causal: bool, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of 4-D inputs.
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of 4-D inputs, in their dtype; `mask` is added, else causal if the rules are.
 
     The gradient of lse enters as one more column: with V' = [V, 1], dO' = [dO, dlse], O' = [O, 0]
     the kernel's dP' − rowsum(dO'∘O') is dP + dlse − delta.
     """
+    out, lse, dout, dlse = saved
+    width = v.shape[-1]
     if dlse is not None:
-        one = torch.ones_like(v[..., :1])
-        v, dout = torch.cat([v, one], -1), torch.cat([dout, dlse.unsqueeze(-1).to(dout.dtype)], -1)
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        dout = torch.cat([dout, dlse.unsqueeze(-1).to(dout.dtype)], -1)
         out = F.pad(out, (0, 1))
     lse = torch.where(lse == -torch.inf, 0, lse)  # every score of such a row is −inf already
     wide_q, wide_k, wide_v = _same_width(q, k, v)
-    pad = (0, wide_v.shape[-1] - v.shape[-1])
-    dout, out = (F.pad(x, pad) if pad[1] else x for x in (dout, out))
+    dout, out = (_widened(x, wide_v.shape[-1]) for x in (dout, out))
+    causal = rules.causal and mask is None
     dq, dk, dv = _backward(
-        dout, wide_q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        dout, wide_q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=mask, scale=rules.scale
     )
-    width_v = v.shape[-1] - (dlse is not None)
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :width_v]
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :width]
 
 
-def backward_batch(q: Tensor, k: Tensor, v: Tensor, rows, rules: Rules, batch: Batch):  # type: ignore[no-untyped-def]
+def backward_batch(
+    q: Tensor, k: Tensor, v: Tensor, rows: Saved, rules: Rules, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `backward.backward_batch`, in the inputs' dtype."""
-    flat = [x.flatten(1, 2) for x in (q, k, v, rows.out, rows.lse, rows.dout)]
     dlse = None if rows.dlse is None else rows.dlse.flatten(1, 2)
+    saved = Saved(rows.out.flatten(1, 2), rows.lse.flatten(1, 2), rows.dout.flatten(1, 2), dlse)
+    # Pieces have their own mask: where there is none, all of their scores are attended.
+    uncut = replace(rules, causal=False)
     mask = _mask(rules, batch, q.dtype)
-    grads = backward(*flat, dlse, rules.scale, False, mask)
-    return tuple(g.unflatten(1, q.shape[1:3]) for g in grads)
+    dq, dk, dv = backward(q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), saved, uncut, mask)
+    shape = q.shape[1:3]
+    return dq.unflatten(1, shape), dk.unflatten(1, shape), dv.unflatten(1, shape)
 
 
 def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-    """Mask and bias as the kernel takes them: added, (pieces or 1, batch·heads or 1, rows, keys)."""
+    """Mask and bias as the kernel adds them: (pieces or 1, batch·heads or 1, rows, keys)."""
     piece = batch.pieces[0]
     mask = additive(rules.form, batch, dtype).unsqueeze(1) if batch.masked else None
     bias = Places(rules, batch).bias(0, piece.width, accumulation_dtype(dtype))
@@ -110,11 +118,33 @@ def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
     return added.to(dtype) if mask is None else added.to(dtype) + mask
 
 
-def _same_width(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def whole_bias(q: Tensor, rules: Rules) -> Tensor | None:
+    """The bias as the kernel reads it in place, broadcast or not: q's dtype or float32."""
+    bias = rules.bias
+    if bias is None or bias.dtype in (q.dtype, torch.float32):
+        return bias
+    return bias.to(accumulation_dtype(q.dtype))
+
+
+def _without_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The kernel's lse is 0 where a row's scores are all −inf; ours is −inf."""
+    if mask is None:
+        return out, lse
+    nothing = (mask.amax(-1) == -torch.inf).expand(lse.shape)
+    if not nothing.any():
+        return out, lse
+    return out.masked_fill(nothing.unsqueeze(-1), 0), lse.masked_fill(nothing, -torch.inf)
+
+
+def _same_width(*tensors: Tensor) -> list[Tensor]:
     """q, k, v with equal last dimensions (zeros change no score) and unit last strides."""
-    width = max(q.shape[-1], v.shape[-1])
-    padded = [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v)]
+    width = max(x.shape[-1] for x in tensors)
+    padded = [_widened(x, width) for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -97,10 +97,10 @@ class Places:
         if packed is None:
             return at
         # The sequence's number, its own row and key, and its offset.
-        sequence, row, offset, length, _, key = packed.local(at.row, at.key)
+        local, (_, key) = packed.rows(at.row), packed.keys(at.key)
         # Keys of another sequence are masked: any index inside will do.
-        inside = key.clamp(min=0).minimum((length - 1).clamp(min=0))
-        return Coordinates(sequence, at.head, row, inside, offset)
+        inside = key.minimum((local.length - 1).clamp(min=0))
+        return Coordinates(local.sequence, at.head, local.row, inside, local.offset)
 
     def columns(self, start: int, stop: int) -> Coordinates:
         """For keys start:stop of each piece."""
