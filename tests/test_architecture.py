@@ -39,6 +39,7 @@ LAYERS = (
     ("api",),
     ("compat", "distributed", "bench"),
     ("__init__",),
+    ("demo",),
     ("cli",),
 )
 

@@ -10,11 +10,20 @@ from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from anyflash import ops
-from anyflash.errors import InvalidInput, Unsupported
+from anyflash.dispatch import NAMES
+from anyflash.errors import Unsupported
 from anyflash.explanation import Explanation
 from anyflash.masks import Mask, as_mask
 from anyflash.masks import causal as causal_mask
-from anyflash.problem import Problem, check_kind, check_number
+from anyflash.problem import (
+    Inputs,
+    Problem,
+    check_choice,
+    check_devices,
+    check_kind,
+    check_number,
+    check_packing,
+)
 from anyflash.rng import draw_seed
 
 
@@ -221,19 +230,35 @@ def _arguments(
     for name, tensor in (("bias", added), ("sink", sink)):
         if tensor is not None:
             check_kind(name, tensor)
-    for name, number in zip(("scale", "softcap", "dropout"), numbers, strict=True):
-        check_number(name, number)
+    scale, softcap, dropout = numbers
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            check_number(name, number)
+    check_number("dropout", dropout, "a probability in [0, 1]")
+    deterministic, precision, backend = choices
+    check_choice("causal", causal, bool, "a bool")
+    check_choice("deterministic", deterministic, bool, "a bool")
+    if precision is not None:
+        check_choice("precision", precision, str, "None or 'fp8'")
+    if backend is not None:
+        check_choice("backend", backend, str, NAMES)
     if packing is not None:
-        for name, starts in zip(("cu_seqlens_q", "cu_seqlens_k"), packing, strict=False):
-            if not isinstance(starts, Tensor):
-                raise InvalidInput(name, type(starts).__name__, "int32 offsets (n + 1,)")
+        offsets = "int32 offsets of shape (n + 1,)"
+        check_packing("cu_seqlens_q", packing[0], offsets)
+        check_packing("cu_seqlens_k", packing[1], offsets)
+        if packing[2] is not None:
+            check_packing("seqused_k", packing[2], "int32 of shape (n,)")
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if length is not None:
+            check_choice(name, length, (int, torch.SymInt), "an integer ≥ 0, or None")
     given = as_mask(mask)
     if causal:
         given = causal_mask() if given is None else given & causal_mask()
+    packed = packing or (None, None, None)
+    check_devices(Inputs(q, k, v, added, slopes, sink, None, *packed, given))
     text, leaves = ("", ()) if given is None else (given.text, given.leaves)
-    scale, softcap, dropout = numbers
     return ops.Arguments(
-        q, k, v, added, slopes, sink, None, *(packing or (None, None, None)), list(leaves), text,
+        q, k, v, added, slopes, sink, None, *packed, list(leaves), text,
         scale, softcap or 0.0, dropout, *longest, *choices,
     )  # fmt: skip
 
@@ -241,6 +266,8 @@ def _arguments(
 def _run(call: ops.Arguments) -> tuple[Tensor, ...]:
     _refuse_transforms(call.q, call.k, call.v, call.bias, call.sink)
     if call.dropout:
+        if not torch.compiler.is_compiling():
+            Problem.of(*call.parse())  # a call that is refused must not move the generator
         call = call._replace(seed=draw_seed(call.q.device))
     return ops.attention_forward(*call)
 
@@ -249,9 +276,10 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Check what enters, and cast it where autocast is on, as PyTorch's own attention does."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_kind(name, tensor)
-    if not torch.is_autocast_enabled(q.device.type):
+    kind = q.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
 

@@ -13,6 +13,7 @@ from anyflash.problem import Problem
 
 ORDER = ("cpu", "reference")
 
+NAMES = f"one of {', '.join(map(repr, ORDER))}, or None to choose"
 ONLY_BY_NAME = "it is unfused and serves only when asked for by name, backend='reference'"
 
 
@@ -20,9 +21,7 @@ ONLY_BY_NAME = "it is unfused and serves only when asked for by name, backend='r
 def load(name: str) -> Backend:
     """The backend of that name; its kernel language is imported no earlier than here."""
     if name not in ORDER:
-        raise InvalidInput(
-            "backend", repr(name), f"one of {', '.join(map(repr, ORDER))}, or None to choose"
-        )
+        raise InvalidInput("backend", repr(name), NAMES)
     return cast(Backend, importlib.import_module(f"anyflash.backends.{name}"))
 
 

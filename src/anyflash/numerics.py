@@ -46,7 +46,8 @@ def visible_product(weights: Tensor, values: Tensor, visible: Tensor | None) -> 
     bad = ~torch.isfinite(values).all(-1)
     result = weights @ values.masked_fill(bad.unsqueeze(-1), 0)
     poisoned = bad & visible.any(-2)
-    for c in poisoned.flatten(0, -2).any(0).nonzero().flatten().tolist():
+    some = poisoned.any(dim=tuple(range(poisoned.ndim - 1))) if poisoned.ndim > 1 else poisoned
+    for c in some.nonzero().flatten().tolist():
         seen = visible[..., c, None] & bad[..., c, None, None]
         result += torch.where(seen, weights[..., c, None] * values[..., c, None, :], 0)
     return result
@@ -54,7 +55,7 @@ def visible_product(weights: Tensor, values: Tensor, visible: Tensor | None) -> 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference; infinite where finiteness differs, equal infinities agree."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual, expected = _comparable(actual, expected)
     if actual.numel() == 0:
         return 0.0
     same = (actual == expected) | (actual.isnan() & expected.isnan())
@@ -63,8 +64,16 @@ def max_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def rmse(actual: Tensor, expected: Tensor) -> float:
-    """Root of the mean squared difference."""
-    return float((actual.double() - expected.double()).square().mean().sqrt())
+    """Root of the mean squared difference; 0 of nothing."""
+    actual, expected = _comparable(actual, expected)
+    return float((actual - expected).square().mean().sqrt()) if actual.numel() else 0.0
+
+
+def _comparable(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    if actual.shape != expected.shape:
+        shapes = f"{tuple(actual.shape)} and {tuple(expected.shape)}"
+        raise ValueError(f"cannot compare shapes {shapes}: broadcasting would hide a wrong shape")
+    return actual.detach().double(), expected.detach().double()
 
 
 def tolerance(plain: Tensor, exact: Tensor, *, softcap: bool = False) -> float:
@@ -73,4 +82,9 @@ def tolerance(plain: Tensor, exact: Tensor, *, softcap: bool = False) -> float:
     `exact` is the float64 reference, `plain` the same computation in plain PyTorch in the dtype
     under test (FlashAttention's own rule, tests/test_flash_attn.py, with a smaller floor).
     """
-    return (3.0 if softcap else 2.0) * max_error(plain, exact) + 1e-5
+    error = max_error(plain, exact)
+    if not math.isfinite(error):
+        raise ValueError(
+            "plain PyTorch is not finite where the exact result is: nothing could fail"
+        )
+    return (3.0 if softcap else 2.0) * error + 1e-5

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from anyflash.errors import InvalidInput
 from anyflash.masks.algebra import Everything, Window
 from anyflash.masks.expression import Mask
-from anyflash.masks.index import Extent
+from anyflash.masks.index import Extent, readable
 from anyflash.masks.places import Packed
 from anyflash.numerics import FLOATS
 
@@ -37,14 +36,14 @@ class Inputs(NamedTuple):
     alibi: Tensor | None = None  # float (Hq,) or (B, Hq): slopes of −slope·|i + offset − j|
     sink: Tensor | None = None  # float (Hq,)
     seed: Tensor | None = None  # int64 (1,), with dropout
-    starts_q: Tensor | None = None  # int32 (n + 1,), packed only, as starts_k
-    starts_k: Tensor | None = None
-    used_k: Tensor | None = None  # int32 (n,)
+    cu_seqlens_q: Tensor | None = None  # int32 (n + 1,), packed only, as cu_seqlens_k
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None  # int32 (n,)
     mask: Mask | None = None
 
     @property
     def packed(self) -> bool:
-        return self.starts_q is not None
+        return self.cu_seqlens_q is not None
 
 
 class Saved(NamedTuple):
@@ -114,6 +113,7 @@ class Problem:
     def of(cls, inputs: Inputs, options: Options) -> Problem:
         """Check a call and describe it; raises InvalidInput, naming the argument."""
         q, k, v = inputs.q, inputs.k, inputs.v
+        check_devices(inputs)
         _check_common(inputs)
         if inputs.packed:
             batch, queries, keys = _check_packed(inputs, options)
@@ -160,19 +160,57 @@ def check_kind(name: str, value: object) -> None:
         raise InvalidInput(name, value.dtype, "float16, bfloat16, float32 or float64")
 
 
-def check_number(name: str, value: object) -> None:
-    """What a number must be before it may enter an operator; None is always a default."""
-    kinds = (int, float, torch.SymInt, torch.SymFloat)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+def check_devices(inputs: Inputs) -> None:
+    """One device for every tensor. Needed before an operator is called: where one is on the meta
+    device, PyTorch would run the fake kernel and hand out memory that nobody wrote."""
+    device = inputs.q.device
+    for name in Inputs._fields[1:-1]:
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.device != device:
+            raise InvalidInput(name, f"device {tensor.device}", f"q's device, {device}")
+    for leaf in inputs.mask.leaves if inputs.mask is not None else ():
+        if leaf.device != device:
+            advice = "build the mask from tensors that are there"
+            raise InvalidInput("mask", f"device {leaf.device}", f"q's device, {device}", advice)
+
+
+def check_number(name: str, value: object, expected: str = "a number") -> None:
+    """What a number must be before it may enter an operator, which takes 64-bit floats."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         advice = "read it with .item()" if isinstance(value, Tensor) else ""
-        raise InvalidInput(name, type(value).__name__, "a number", advice)
+        got = "None" if value is None else type(value).__name__
+        raise InvalidInput(name, got, expected, advice)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise InvalidInput(name, "an integer beyond 1e308", f"{expected}, finite")
+
+
+def check_choice(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """What a switch or a name must be before it may enter an operator."""
+    if not isinstance(value, kind):
+        name_of = type(value).__name__
+        got = name_of if isinstance(value, Tensor) else f"{name_of} {value!r}"
+        raise InvalidInput(name, got, expected)
+
+
+def check_packing(name: str, value: object, expected: str) -> None:
+    """What offsets and lengths must be before they may enter an operator."""
+    if not isinstance(value, Tensor):
+        got = "None" if value is None else type(value).__name__
+        raise InvalidInput(name, got, expected)
+    if value.is_nested or value.layout != torch.strided:
+        raise InvalidInput(name, f"layout {value.layout}", f"{expected}, strided (dense)")
 
 
 def packed_mask(inputs: Inputs) -> Mask:
     """The mask of a packed call over its packed rows and keys: sequences never see each other."""
-    if inputs.starts_q is None or inputs.starts_k is None:
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         raise TypeError("packed_mask needs a packed call")
-    return Packed(inputs.mask or Everything(), inputs.starts_q, inputs.starts_k, inputs.used_k)
+    return Packed(
+        Everything() if inputs.mask is None else inputs.mask,
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        inputs.seqused_k,
+    )
 
 
 def _check_common(inputs: Inputs) -> None:
@@ -184,10 +222,6 @@ def _check_common(inputs: Inputs) -> None:
     if not q.dtype == k.dtype == v.dtype:
         got = f"dtypes q {q.dtype}, k {k.dtype}, v {v.dtype}"
         raise InvalidInput("q, k, v", got, "one dtype", "cast them, or use torch.autocast")
-    for name in Inputs._fields[:-1]:
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.device != q.device:
-            raise InvalidInput(name, f"device {tensor.device}", f"q's device {q.device}")
     if k.shape[-1] != q.shape[-1]:
         raise InvalidInput(
             "k", f"head dimension {k.shape[-1]}", f"q's head dimension {q.shape[-1]}"
@@ -249,13 +283,8 @@ def _check_options(options: Options) -> None:
         raise InvalidInput("precision", repr(options.precision), "None or 'fp8'")
 
 
-def data_checks(device: torch.device) -> bool:
-    """Whether checks that read contents run: always on the CPU, elsewhere if asked (they sync)."""
-    return device.type == "cpu" or os.environ.get("ANYFLASH_CHECK") == "1"
-
-
 def _check_packed(inputs: Inputs, options: Options) -> tuple[int, int, int]:
-    starts_q, starts_k, used = inputs.starts_q, inputs.starts_k, inputs.used_k
+    starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
     if starts_q is None or starts_k is None:
         raise InvalidInput("cu_seqlens_k", None, "int32 offsets (n + 1,), as cu_seqlens_q")
     longest = []
@@ -277,7 +306,7 @@ def _check_packed(inputs: Inputs, options: Options) -> tuple[int, int, int]:
         if used.dtype != torch.int32 or used.shape != (starts_k.shape[0] - 1,):
             got = f"{used.dtype} of shape {tuple(used.shape)}"
             raise InvalidInput("seqused_k", got, f"int32 of shape ({starts_k.shape[0] - 1},)")
-        if _readable(used):
+        if readable(used):
             lengths = starts_k[1:] - starts_k[:-1]
             wrong = ((used < 0) | (used > lengths)).nonzero().flatten().tolist()
             if wrong:
@@ -288,13 +317,9 @@ def _check_packed(inputs: Inputs, options: Options) -> tuple[int, int, int]:
     return starts_q.shape[0] - 1, longest[0], longest[1]
 
 
-def _readable(tensor: Tensor) -> bool:
-    return not is_fake(tensor) and data_checks(tensor.device)
-
-
 def _check_starts(name: str, starts: Tensor, total: int, most: int | None) -> int:
     """Check the offsets where they may be read; the longest sequence (or its bound) is returned."""
-    if not _readable(starts):
+    if not readable(starts):
         return total if most is None else most
     values = starts.tolist()
     if values[0] != 0:

@@ -267,7 +267,7 @@ def _weights(one: Sequence, options: Options, rows: slice) -> Weights:
         bias = _bias4(inputs.bias)
         s = s + (bias if bias.shape[2] == 1 else bias[:, :, rows])
     if inputs.alibi is not None:
-        slopes = inputs.alibi.view(-1, heads, 1, 1)
+        slopes = inputs.alibi[..., None, None]
         s = s - slopes * (at.row + at.offset - at.key).abs()
     visible = None
     if inputs.mask is not None:
@@ -362,10 +362,10 @@ def _for_keys(x: Tensor, heads_kv: int) -> Tensor:
 
 def _sequences(inputs: Inputs) -> list[Sequence]:
     """Each packed sequence as a dense problem of its own, with its rows and keys."""
-    if inputs.starts_q is None or inputs.starts_k is None:
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return []
-    starts_q, starts_k = inputs.starts_q.tolist(), inputs.starts_k.tolist()
-    used = None if inputs.used_k is None else inputs.used_k.tolist()
+    starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    used = None if inputs.seqused_k is None else inputs.seqused_k.tolist()
     found = []
     for n in range(len(starts_q) - 1):
         rows = slice(starts_q[n], starts_q[n + 1])

@@ -61,7 +61,7 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gr
     bias = inputs.bias if needs.bias else None
     sink = inputs.sink if needs.sink else None
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    dsink = None if sink is None else torch.zeros_like(sink, dtype=wide)
+    dsink = None if sink is None else _sink_gradient(sink, out, lse, dout, dlse)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if _some_work(q, k):
         rules, rounds = _rules(problem, inputs, q, k, v, dout), _rounds(problem)
@@ -73,8 +73,8 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gr
                 dout[:, heads],
                 None if dlse is None else dlse[:, heads],
             )
-            extra = _bias_of(dbias, heads), None if dsink is None else dsink[heads]
-            part = backward_kernel.backward(q[:, heads], k, v, mine, rules.of_heads(heads), *extra)
+            some = rules.of_heads(heads)
+            part = backward_kernel.backward(q[:, heads], k, v, mine, some, _bias_of(dbias, heads))
             parts.append(part)
         dq, dk, dv = parts[0]
         if len(rounds) > 1:
@@ -92,6 +92,16 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gr
         None if dbias is None or bias is None else dbias.to(bias.dtype),
         None if dsink is None or sink is None else dsink.to(sink.dtype),
     )
+
+
+def _sink_gradient(
+    sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """Σ p_sink·(dlse − dO·O) per head: a sink takes its share of every row, also of empty ones."""
+    wide = lse.dtype
+    pull = -(dout.to(wide) * out.to(wide)).sum(-1)
+    pull = pull if dlse is None else pull + dlse
+    return (torch.exp(sink.to(wide).view(-1, 1) - lse) * pull).sum((0, 2))
 
 
 def _dense(problem: Problem, *tensors: Tensor) -> list[Tensor]:
@@ -123,9 +133,9 @@ def _rules(problem: Problem, inputs: Inputs, *read: Tensor) -> Rules:
         dropout=options.dropout,
         seed=inputs.seed,
         bias=_bias_of(inputs.bias, slice(None)),
-        alibi=None if inputs.alibi is None else inputs.alibi.view(-1, problem.heads),
+        alibi=None if inputs.alibi is None else inputs.alibi.view(-1, max(1, problem.heads)),
         sink=inputs.sink,
-        form=compiled(mask or Everything(), extent, inputs.q.device),
+        form=compiled(Everything() if mask is None else mask, extent, inputs.q.device),
         full=mask is None,
         causal=causal and extent.queries == extent.keys,
         heads=torch.arange(problem.heads),

@@ -25,6 +25,8 @@ __all__ = [
     "window",
 ]
 
+FARTHEST = 2**31 - 1
+
 
 def causal() -> Mask:
     """Query i sees keys j ≤ i + Sk − Sq (bottom-right aligned)."""
@@ -44,14 +46,16 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
             raise InvalidInput(
                 f"window({name})", repr(value), "an integer ≥ 0, or None for no bound"
             )
-    return Window(left, right)
+    # Beyond any length is unbounded, and 64-bit positions must not overflow.
+    bounds = (None if b is None or b > FARTHEST else b for b in (left, right))
+    return Window(*bounds)
 
 
 def prefix(n: int) -> Mask:
     """Every query sees keys j < n and nothing more; prefix-LM is `causal() | prefix(n)`."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise InvalidInput("prefix(n)", repr(n), "an integer ≥ 0")
-    return Prefix(n)
+    return Prefix(min(n, FARTHEST))
 
 
 def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
@@ -86,6 +90,8 @@ def from_tensor(mask: Tensor) -> Mask:
         raise InvalidInput("mask", got, "a boolean tensor or a mask of the algebra", advice)
     if mask.ndim > 4:
         raise InvalidInput("mask", tuple(mask.shape), "at most 4 dimensions (B, Hq, Sq, Sk)")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise InvalidInput("mask", f"layout {mask.layout}", "a strided (dense) boolean tensor")
     return Dense(mask[(None,) * (4 - mask.ndim)])
 
 

@@ -12,9 +12,11 @@ its own.
 from __future__ import annotations
 
 import itertools
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +92,12 @@ class Documents(Mask):
 
     ids_q: Tensor
     ids_k: Tensor | None
+
+    def check_reach(self, queries: int, keys: int) -> None:
+        ends = self.ids_q.shape[1], self._keys.shape[1]
+        if queries > ends[0] or keys > ends[1]:
+            expected = f"ids of at least {queries} queries and {keys} keys"
+            raise InvalidInput("mask documents", f"ids of {ends[0]} and {ends[1]}", expected)
 
     def check(self, extent: Extent) -> None:
         for name, ids, length in (
@@ -172,6 +180,12 @@ class Dense(Mask):
 
     tensor: Tensor
 
+    def check_reach(self, queries: int, keys: int) -> None:
+        for size, needed in zip(self.tensor.shape[2:], (queries, keys), strict=True):
+            if size > 1 and needed > size:
+                expected = f"at least ({queries}, {keys}) at the end"
+                raise InvalidInput("mask", tuple(self.tensor.shape), expected)
+
     def check(self, extent: Extent) -> None:
         wrong = [s for s, full in zip(self.tensor.shape, extent, strict=True) if s not in (1, full)]
         if wrong:
@@ -195,6 +209,18 @@ class Function(Mask):
 
     f: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+    def __deepcopy__(self, memo: object) -> Function:
+        return Function(self.f)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = getattr(self.f, "__qualname__", "")
+        if "<locals>" in name or "<lambda>" in name:
+            advice = (
+                "define it at module level, or pickle mask.compile(...), which holds no function"
+            )
+            raise pickle.PicklingError(f"mask from_function: {name} cannot be pickled; {advice}")
+        return super().__reduce_ex__(protocol)
+
     @staticmethod
     def numbered(number: int) -> Function:
         """The mask whose text is "#number", while it lives."""
@@ -213,10 +239,18 @@ class Function(Mask):
 
     def visible(self, at: Coordinates) -> Tensor:
         seen = self.f(at.batch, at.head, at.row, at.key)
+        expected = "a boolean tensor that broadcasts with b, h, i and j"
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
-            raise InvalidInput("mask from_function(f)", f"a result of {got}", "a boolean tensor")
-        return seen.view([1] * (4 - seen.ndim) + list(seen.shape))
+            raise InvalidInput("mask from_function(f)", f"a result of {got}", expected)
+        shape = torch.broadcast_shapes(at.batch.shape, at.head.shape, at.row.shape, at.key.shape)
+        sizes = [1] * (len(shape) - seen.ndim) + list(seen.shape)
+        if len(sizes) > len(shape) or any(
+            size not in (1, full) for size, full in zip(sizes, shape, strict=True)
+        ):
+            got = f"a result of shape {tuple(seen.shape)} for scores {tuple(shape)}"
+            raise InvalidInput("mask from_function(f)", got, expected)
+        return seen.view(sizes)
 
 
 @dataclass(frozen=True, eq=False)

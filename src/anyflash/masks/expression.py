@@ -50,6 +50,10 @@ class Mask:
         object.__setattr__(self, "text", f"{type(self).__name__}({','.join(words)})")
         object.__setattr__(self, "leaves", tuple(leaves))
 
+    def __bool__(self) -> bool:
+        """`a and b` would silently drop a: masks combine with &, | and ~."""
+        raise InvalidInput("mask", "a mask as a truth value", "masks combined with &, | and ~")
+
     def __and__(self, other: Mask) -> Mask:
         _require_mask(other, "&")
         return NODES["And"].of(self, other)
@@ -85,6 +89,7 @@ class Mask:
         self, queries: int, keys: int, *, batch: int = 0, head: int = 0, tile: int = 64
     ) -> str:
         """A picture of one head, a character a tile: '·' skip, '▒' partial, '█' full."""
+        self.check_reach(queries, keys)
         extent = Extent(batch + 1, head + 1, queries, keys)
         lines = []
         for q0 in range(0, queries, tile):
@@ -115,6 +120,13 @@ class Mask:
         return NODES["Compiled"](type(form).__name__, *extent, *form.tensors)
 
     # What every mask answers. `check` raises InvalidInput; the others may assume that it passed.
+
+    def check_reach(self, queries: int, keys: int) -> None:
+        """Raise InvalidInput if rows or keys below these numbers are beyond the mask's tensors."""
+        for field in fields(self):  # type: ignore[arg-type]
+            inner = getattr(self, field.name)
+            if isinstance(inner, Mask):
+                inner.check_reach(queries, keys)
 
     def check(self, extent: Extent) -> None:
         """Raise InvalidInput if the mask's tensors do not fit the problem."""

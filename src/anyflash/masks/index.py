@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 Ints = Tensor | int
 
@@ -37,6 +39,14 @@ class Extent(NamedTuple):
     heads: int
     queries: int
     keys: int
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether checks may read a tensor's contents: always on the CPU, on accelerators under
+    ANYFLASH_CHECK=1 (it synchronises), never where there are none."""
+    if is_fake(tensor) or tensor.device.type == "meta":
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("ANYFLASH_CHECK") == "1"
 
 
 def grid(extent: Extent, rows: slice, keys: slice, device: torch.device) -> Coordinates:

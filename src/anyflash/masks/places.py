@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflash.errors import InvalidInput
 from anyflash.masks.compiled import Form
 from anyflash.masks.expression import Mask
-from anyflash.masks.index import Coordinates, Extent, Rows
+from anyflash.masks.index import Coordinates, Extent, Rows, readable
 from anyflash.masks.intervals import RowIntervals, compact
 from anyflash.masks.tiles import TileMap
 
@@ -24,6 +24,12 @@ class At(Mask):
     q_positions: Tensor
     k_positions: Tensor
 
+    def check_reach(self, queries: int, keys: int) -> None:
+        ends = len(self.q_positions), len(self.k_positions)
+        if queries > ends[0] or keys > ends[1]:
+            expected = f"positions of at least {queries} queries and {keys} keys"
+            raise InvalidInput("mask at", f"{ends[0]} and {ends[1]} positions", expected)
+
     def check(self, extent: Extent) -> None:
         for name, positions, length in (
             ("q_positions", self.q_positions, extent.queries),
@@ -31,10 +37,10 @@ class At(Mask):
         ):
             if positions.shape[0] != length:
                 raise InvalidInput(f"mask at({name})", tuple(positions.shape), f"({length},)")
-
-    def _whole(self) -> int:
-        ends = [int(p.max()) + 1 for p in (self.q_positions, self.k_positions) if p.numel()]
-        return max(ends, default=0)
+            if positions.numel() and readable(positions) and int(positions.min()) < 0:
+                raise InvalidInput(f"mask at({name})", f"{int(positions.min())}", "positions ≥ 0")
+        if readable(self.q_positions) and readable(self.k_positions):
+            self.operand.check_reach(_end(self.q_positions), _end(self.k_positions))
 
     def visible(self, at: Coordinates) -> Tensor:
         q, k = self.q_positions.to(at.row.device).long(), self.k_positions.to(at.row.device).long()
@@ -49,7 +55,7 @@ class At(Mask):
             self.q_positions.to(rows.row.device).long(),
             self.k_positions.to(rows.row.device).long().contiguous(),
         )
-        lo, hi = self.operand.intervals(Rows(rows.batch, q[rows.row], 0, self._whole()))
+        lo, hi = self.operand.intervals(Rows(rows.batch, q[rows.row], 0, max(_end(q), _end(k))))
         lo, hi = (torch.searchsorted(k, x.contiguous()) for x in (lo, hi))
         return compact(lo, hi, rows.keys)
 
@@ -138,6 +144,11 @@ class Compiled(Mask):
                 "mask", f"a mask compiled for {tuple(self.extent)}", expected, advice
             )
 
+    def check_reach(self, queries: int, keys: int) -> None:
+        if queries > self.extent.queries or keys > self.extent.keys:
+            expected = f"at least {queries} queries and {keys} keys"
+            raise InvalidInput("mask", f"a mask compiled for {tuple(self.extent)}", expected)
+
     def visible(self, at: Coordinates) -> Tensor:
         return self.form.visible(at)
 
@@ -148,6 +159,10 @@ class Compiled(Mask):
         if isinstance(self.form, TileMap):
             raise TypeError("a tile map has no intervals")
         return self.form.of(rows)
+
+
+def _end(positions: Tensor) -> int:
+    return int(positions.max()) + 1 if positions.numel() else 0
 
 
 def _segment(starts: Tensor, positions: Tensor) -> Tensor:

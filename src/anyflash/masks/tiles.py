@@ -7,6 +7,7 @@ directions.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -115,16 +116,27 @@ def _words(
     mask: Expression, extent: Extent, rows: slice, shape: tuple[int, int], device: torch.device
 ) -> Tensor:
     """The mask of some rows as int64 words of 64 keys: (B, H, rows, Tk), zero beyond Sk."""
-    tiles_k = tiles_in(extent.keys)
-    step = max(1, EVALUATE // max(1, shape[0] * shape[1] * (rows.stop - rows.start) * GRANULE))
-    words = []
-    for t in range(0, tiles_k, step):
+    height, tiles_k = rows.stop - rows.start, tiles_in(extent.keys)
+    fit = max(1, EVALUATE // (height * GRANULE))  # key tiles, over all batches and heads
+    count_h = max(1, min(shape[1], fit))
+    count_b = max(1, min(shape[0], fit // count_h))
+    step = max(1, fit // (count_h * count_b))
+    words = torch.empty((*shape, height, tiles_k), dtype=torch.int64, device=device)
+    for b, h, t in itertools.product(
+        range(0, shape[0], count_b), range(0, shape[1], count_h), range(0, tiles_k, step)
+    ):
         keys = slice(t * GRANULE, min((t + step) * GRANULE, extent.keys))
-        seen = mask.visible(grid(extent, rows, keys, device))
+        at = grid(extent, rows, keys, device)
+        # Where the mask does not differ, all batches or heads at once cost nothing.
+        some_b = slice(b, b + count_b) if shape[0] > 1 else slice(0, extent.batch)
+        some_h = slice(h, h + count_h) if shape[1] > 1 else slice(0, extent.heads)
+        batch, head = at.batch[some_b], at.head[:, some_h]
+        seen = mask.visible(at._replace(batch=batch, head=head, box=(some_b, some_h, rows, keys)))
+        part = words[b : b + count_b, h : h + count_h, :, t : t + step]
         width = keys.stop - keys.start
-        seen = seen.expand(*shape, rows.stop - rows.start, width)
-        words.append(pack(F.pad(seen, (0, -width % GRANULE))))
-    return torch.cat(words, -1)
+        seen = seen.expand(*part.shape[:2], height, width)
+        part.copy_(pack(F.pad(seen, (0, -width % GRANULE))))
+    return words
 
 
 def pack(seen: Tensor) -> Tensor:

@@ -24,18 +24,12 @@ def backward(
     saved: Saved,
     rules: Rules,
     dbias: Tensor | None,
-    dsink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for q, k, v of equal head counts, in their dtype or a wider one.
 
-    Adds onto dbias (1|B, 1|H, 1|Sq, 1|Sk) and dsink (H,) where given, in the accumulation dtype.
+    Adds onto dbias (1|B, 1|H, 1|Sq, 1|Sk) where given, in the accumulation dtype.
     """
     wide = accumulation_dtype(q.dtype)
-    if dsink is not None and rules.sink is not None:
-        delta = (saved.dout.to(wide) * saved.out.to(wide)).sum(-1)
-        delta = delta if saved.dlse is None else delta - saved.dlse
-        weight = torch.exp(rules.sink.to(wide).view(-1, 1) - saved.lse)
-        dsink.sub_((weight * delta).sum((0, 2)))
     fused = flash.serves(q, v, rules) and dbias is None
     if fused and flash.serves_whole(rules):
         bias = flash.whole_bias(q, rules)
