@@ -22,8 +22,9 @@ from anyflash.problem import Saved
 # The kernel takes 32, 64 or 256 query rows at a time for under 192, under 768 and more rows: larger
 # blocks cost less per score, smaller ones skip more.
 BUDGET = Budget(
-    blocks=((64, 1.8), (128, 1.4), (256, 1.2), (512, 1.05), (1024, 1.0)),
-    overhead=1 << 12,
+    blocks=((64, 1.3), (128, 1.2), (256, 1.07), (512, 1.05), (1024, 1.0)),
+    call=1 << 17,
+    piece=1 << 13,
     scores=1 << 24,
 )
 

@@ -15,7 +15,7 @@ from anyflash.numerics import accumulation_dtype
 
 # Scores of a step of the online softmax: 2^18 float32 are 1 MB and stay in second-level cache.
 STEP = 1 << 18
-BUDGET = Budget(blocks=((256, 1.0),), overhead=0, scores=1 << 21)
+BUDGET = Budget(blocks=((64, 1.0), (256, 1.0)), call=1 << 17, piece=1 << 13, scores=1 << 21)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ in memory, stacking is a strided view and copies nothing.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,10 @@ class Piece(NamedTuple):
     def width(self) -> int:
         return sum(stop - start for start, stop in self.keys)
 
+    @property
+    def area(self) -> int:
+        return (self.rows[1] - self.rows[0]) * self.width
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -55,6 +60,12 @@ class Batch:
     @property
     def empty(self) -> bool:
         return any(p.empty for p in self.pieces)
+
+    @property
+    def scores_computed(self) -> int:
+        piece = self.pieces[0]
+        sizes = piece.batch[1] - piece.batch[0], piece.heads[1] - piece.heads[0]
+        return len(self.pieces) * sizes[0] * sizes[1] * piece.area
 
     def rows(self, x: Tensor) -> Tensor:
         """x (B, H, S, ·) → (pieces, batch, heads, rows, ·): a view where the pieces lie evenly."""
@@ -125,10 +136,11 @@ class Batch:
 
 
 class Budget(NamedTuple):
-    """How a kernel likes its work cut."""
+    """How a kernel likes its work cut. Costs are in scores, which heads and batch multiply."""
 
     blocks: tuple[tuple[int, float], ...]  # query rows (multiples of 64), cost of a score there
-    overhead: int  # scores that the fixed cost of a piece is worth
+    call: int  # fixed cost of a batch of pieces
+    piece: int  # fixed cost of a piece in it
     scores: int  # most scores of a batch; one piece alone may have more
 
 
@@ -140,36 +152,40 @@ def plan(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[B
     key = batch, tuple(heads), budget
     plans = _plans.setdefault(form, {})
     if key not in plans:
-        candidates = []
-        for block, cost in budget.blocks:
-            pieces = list(_pieces(form, batch, heads, block, budget.scores))
-            areas = [(p.rows[1] - p.rows[0]) * p.width for p in pieces]
-            fits = max(areas, default=0) <= budget.scores
-            work = sum(areas) * cost + len(areas) * budget.overhead
-            candidates.append((not fits, work if fits else block, pieces))
-        plans[key] = list(_batches(min(candidates, key=lambda c: c[:2])[2], budget.scores))
+        best: tuple[float, list[Batch]] | None = None
+        for (block, cost), exact in itertools.product(budget.blocks, (True, False)):
+            found = list(_batches(list(_pieces(form, batch, heads, block, exact, budget)), budget))
+            work = sum(b.scores_computed * cost + budget.call for b in found)
+            work += budget.piece * sum(len(b.pieces) for b in found)
+            # A mask of one piece alone must fit as well, if smaller blocks can make it fit.
+            fits = all(b.pieces[0].area <= budget.scores for b in found)
+            work = work if fits else math.inf
+            if best is None or work < best[0]:
+                best = work, found
+        plans[key] = best[1] if best is not None else []
     return plans[key]
 
 
-def _batches(pieces: list[Piece], scores: int) -> Iterator[Batch]:
+def _batches(pieces: list[Piece], budget: Budget) -> Iterator[Batch]:
     groups: dict[object, list[Piece]] = {}
     for piece in pieces:
         size = [b - a for a, b in (piece.batch, piece.heads, piece.rows)]
         key = *size, piece.width, piece.masked
         group = groups.setdefault(key, [])
         group.append(piece)
-        if (len(group) + 1) * size[0] * size[1] * size[2] * piece.width > scores:
+        if (len(group) + 1) * size[0] * size[1] * piece.area > budget.scores:
             yield Batch(tuple(groups.pop(key)))
     for group in groups.values():
         yield Batch(tuple(group))
 
 
 def _pieces(
-    form: Form, batch: int, heads: Sequence[int], block: int, scores: int
+    form: Form, batch: int, heads: Sequence[int], block: int, exact: bool, budget: Budget
 ) -> Iterator[Piece]:
+    """`exact`: a span that needs no mask keeps its own width; otherwise all are rounded."""
     if isinstance(form, RowIntervals):
         by_batch, by_head = form.bounds.shape[0] > 1, False
-        found = _spans_of_intervals(form, block)
+        found = _spans_of_intervals(form, block, exact)
     else:
         by_batch, by_head = form.kinds.shape[0] > 1, form.kinds.shape[1] > 1
         found = _spans_of_tiles(form, block, heads if by_head else [0])
@@ -178,7 +194,7 @@ def _pieces(
     for (b, h, t), (keys, masked, empty) in found:
         rows = (t * block, min((t + 1) * block, form.extent.queries))
         width = sum(stop - start for start, stop in keys)
-        fit = max(1, scores // max(1, count_h * (rows[1] - rows[0]) * width))
+        fit = max(1, budget.scores // max(1, count_h * (rows[1] - rows[0]) * width))
         count_b = 1 if by_batch else min(batch, fit)
         for b0 in (b,) if by_batch else range(0, batch, count_b):
             elements = (b0, min(b0 + count_b, batch))
@@ -189,7 +205,7 @@ def _pieces(
 Found = Iterator[tuple[tuple[int, int, int], tuple[tuple[Span, ...], bool, bool]]]
 
 
-def _spans_of_intervals(form: RowIntervals, block: int) -> Found:
+def _spans_of_intervals(form: RowIntervals, block: int, exact: bool) -> Found:
     """(batch, 0, block) → (spans, masked, empty) for every block of rows that sees any key."""
     keys = form.extent.keys
     lo, hi = form.bounds.long().unbind(-1)  # (B, rows, n)
@@ -207,10 +223,12 @@ def _spans_of_intervals(form: RowIntervals, block: int) -> Found:
         hulls = [(f, e) for f, e in zip(first[b][t], last[b][t], strict=True) if f < e]
         if not hulls:
             continue
-        if hulls == [(inner_first[b][t][0], inner_last[b][t][0])]:
+        full = hulls == [(inner_first[b][t][0], inner_last[b][t][0])]
+        spans = _merge(hulls, keys)
+        if full and (exact or list(spans) == hulls):
             yield (b, 0, t), ((hulls[0],), False, False)
         else:
-            yield (b, 0, t), (_merge(hulls, keys), True, empty[b][t])
+            yield (b, 0, t), (spans, True, empty[b][t])
 
 
 def _spans_of_tiles(form: TileMap, block: int, heads: Sequence[int]) -> Found:

@@ -57,7 +57,7 @@ class Rules:
     are cut to them. `packed` translates packed rows and keys into their sequences' own.
     """
 
-    scale: float
+    scale: float  # ≥ 0
     softcap: float
     dropout: float
     seed: Tensor | None
@@ -70,7 +70,7 @@ class Rules:
     heads: Tensor
     heads_total: int
     packed: Packed | None
-    strict: bool  # some input is not finite: masked slots must be kept out of products
+    strict: bool  # inputs are not finite: keep masked slots out of products, see isolation.py
 
     def of_heads(self, heads: slice) -> Rules:
         """The same for some of the heads."""
