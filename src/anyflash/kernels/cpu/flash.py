@@ -70,53 +70,49 @@ def forward_batch(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, saved: Saved, rules: Rules, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of 4-D inputs, in their dtype; `mask` is added, else causal if the rules are.
-
-    The gradient of lse enters as one more column: with V' = [V, 1], dO' = [dO, dlse], O' = [O, 0]
-    the kernel's dP' − rowsum(dO'∘O') is dP + dlse − delta.
+    """dq, dk, dv of 4-D inputs; `mask` is added, else causal if the rules are. No gradient of lse:
+    where it is all there is, the kernel's exp (20 units in the last place) exceeds the tolerance.
     """
-    out, lse, dout, dlse = saved
-    width = v.shape[-1]
-    if dlse is not None:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        dout = torch.cat([dout, dlse.unsqueeze(-1).to(dout.dtype)], -1)
-        out = F.pad(out, (0, 1))
-    lse = torch.where(lse == -torch.inf, 0, lse)  # every score of such a row is −inf already
+    lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)  # such a row's scores are all −inf
     wide_q, wide_k, wide_v = _same_width(q, k, v)
-    dout, out = (_widened(x, wide_v.shape[-1]) for x in (dout, out))
+    dout, out = (_widened(x, wide_v.shape[-1]) for x in (saved.dout, saved.out))
     causal = rules.causal and mask is None
     dq, dk, dv = _backward(
         dout, wide_q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=mask, scale=rules.scale
     )
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :width]
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def backward_batch(
     q: Tensor, k: Tensor, v: Tensor, rows: Saved, rules: Rules, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward.backward_batch`, in the inputs' dtype."""
-    dlse = None if rows.dlse is None else rows.dlse.flatten(1, 2)
-    saved = Saved(rows.out.flatten(1, 2), rows.lse.flatten(1, 2), rows.dout.flatten(1, 2), dlse)
+    """As `backward.backward_batch`."""
+    saved = Saved(rows.out.flatten(1, 2), rows.lse.flatten(1, 2), rows.dout.flatten(1, 2), None)
     # Pieces have their own mask: where there is none, all of their scores are attended.
-    uncut = replace(rules, causal=False)
-    mask = _mask(rules, batch, q.dtype)
+    uncut, mask = replace(rules, causal=False), _mask(rules, batch, q.dtype)
     dq, dk, dv = backward(q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), saved, uncut, mask)
     shape = q.shape[1:3]
     return dq.unflatten(1, shape), dk.unflatten(1, shape), dv.unflatten(1, shape)
 
 
 def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-    """Mask and bias as the kernel adds them: (pieces or 1, batch·heads or 1, rows, keys)."""
+    """Mask and bias as the kernel adds them: (pieces or 1, batch·heads or 1, rows, keys).
+
+    A mask is exact in any dtype; a bias stays in float32, which the kernel takes beside 16 bits.
+    """
     piece = batch.pieces[0]
+    dtype = (
+        accumulation_dtype(dtype) if rules.bias is not None or rules.alibi is not None else dtype
+    )
     mask = additive(rules.form, batch, dtype).unsqueeze(1) if batch.masked else None
-    bias = Places(rules, batch).bias(0, piece.width, accumulation_dtype(dtype))
+    bias = Places(rules, batch).bias(0, piece.width, dtype)
     if bias is None:
         return mask
     counts = piece.batch[1] - piece.batch[0], piece.heads[1] - piece.heads[0]
     by_head = bias.shape[1] > 1 or bias.shape[2] > 1
     shape = *(counts if by_head else (1, 1)), piece.rows[1] - piece.rows[0], piece.width
     added = bias.expand(len(bias), *shape).flatten(1, 2)
-    return added.to(dtype) if mask is None else added.to(dtype) + mask
+    return added if mask is None else added + mask
 
 
 def whole_bias(q: Tensor, rules: Rules) -> Tensor | None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from anyflash.kernels.cpu import flash
 from anyflash.kernels.cpu.pieces import Batch, Budget, plan
-from anyflash.kernels.cpu.scores import Rules, Tile, step_of
+from anyflash.kernels.cpu.scores import Rules, Tile
 from anyflash.numerics import accumulation_dtype
 
-# Scores of a step of the online softmax: 2^18 float32 are 1 MB and stay in second-level cache.
-STEP = 1 << 18
+# Keys of a step of the online softmax. Not a matter of batch or heads: what a row gets must not
+# depend on its neighbours. 8 heads of 256 rows make 2 MB of scores, the second-level cache.
+STEP = 256
 BUDGET = Budget(blocks=((64, 1.0), (256, 1.0)), call=1 << 17, piece=1 << 13, scores=1 << 21)
 
 
@@ -42,28 +43,41 @@ def forward_batch(
     dtype = accumulation_dtype(q.dtype)
     whole = Tile.of(rules, batch, dtype)
     unit, queries = whole.unit, whole.queries(q.to(dtype))
-    if rules.sink is None:
-        top = queries.new_full((*q.shape[:-1], 1), -torch.inf)
-        total = torch.zeros_like(top)
-    else:  # one more logit per row, with no value
-        sink = batch.heads(rules.sink).to(dtype).unsqueeze(-1) * unit.per_nat
-        top = sink.expand(*q.shape[:-1], 1)
-        total = torch.ones_like(top)
+    sink = whole.sink(q)  # one more logit per row, with no value
+    top = queries.new_full((*q.shape[:-1], 1), -torch.inf) if sink is None else sink
+    total = torch.zeros_like(top) if sink is None else torch.ones_like(top)
     out = queries.new_zeros((*q.shape[:-1], v.shape[-1]))
-    step = step_of(q, STEP)
-    for start in range(0, k.shape[-2], step):
-        stop = min(start + step, k.shape[-2])
-        tile = whole.columns(start, stop)
-        s, _ = tile.scores(queries, k[..., start:stop, :].to(dtype))
+    for keys in steps(k):
+        tile = whole.columns(keys)
+        s, _ = tile.scores(queries, k[..., keys, :].to(dtype))
         higher = torch.maximum(top, s.amax(-1, keepdim=True))
         finite = torch.where(higher == -torch.inf, 0, higher)  # −inf − −inf would be NaN
         p = unit.power_(s.sub_(finite))
         decay = unit.power_(top - finite)
         total = total * decay + p.sum(-1, keepdim=True)
         keep = tile.keep(dtype)
-        part = tile.product(p if keep is None else p.mul_(keep), v[..., start:stop, :].to(dtype))
+        part = tile.product(p if keep is None else p.mul_(keep), v[..., keys, :].to(dtype))
         out = part.add_(out.mul_(decay))
         top = higher
     # A row with nothing: total is 0 and top −inf, so its lse is −inf and its output 0.
     lse = ((top + unit.log(total)) / unit.per_nat).squeeze(-1)
     return out.div_(torch.where(total == 0, 1, total)), lse
+
+
+def log_sum(queries: Tensor, k: Tensor, whole: Tile, sink: Tensor | None) -> Tensor:
+    """log Σ base^score of each row, in units: (N, B, H, R, 1); −inf for a row with nothing."""
+    top = queries.new_full((*queries.shape[:-1], 1), -torch.inf) if sink is None else sink
+    total = torch.zeros_like(top) if sink is None else torch.ones_like(top)
+    for keys in steps(k):
+        s, _ = whole.columns(keys).scores(queries, k[..., keys, :])
+        higher = torch.maximum(top, s.amax(-1, keepdim=True))
+        finite = torch.where(higher == -torch.inf, 0, higher)
+        part = whole.unit.power_(s.sub_(finite)).sum(-1, keepdim=True)
+        total = total * whole.unit.power_(top - finite) + part
+        top = higher
+    return top + whole.unit.log(total)
+
+
+def steps(k: Tensor) -> list[slice]:
+    """The keys (N, B, H, C, D) of a piece in steps."""
+    return [slice(start, min(start + STEP, k.shape[-2])) for start in range(0, k.shape[-2], STEP)]

@@ -61,12 +61,6 @@ class Batch:
     def empty(self) -> bool:
         return any(p.empty for p in self.pieces)
 
-    @property
-    def scores_computed(self) -> int:
-        piece = self.pieces[0]
-        sizes = piece.batch[1] - piece.batch[0], piece.heads[1] - piece.heads[0]
-        return len(self.pieces) * sizes[0] * sizes[1] * piece.area
-
     def rows(self, x: Tensor) -> Tensor:
         """x (B, H, S, ·) → (pieces, batch, heads, rows, ·): a view where the pieces lie evenly."""
         return _stack(x, self.pieces, [(p.rows,) for p in self.pieces])
@@ -148,22 +142,50 @@ _plans: WeakKeyDictionary[Form, dict[object, list[Batch]]] = WeakKeyDictionary()
 
 
 def plan(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[Batch]:
-    """All work of some heads (their places in the mask), cut the cheapest way; kept per form."""
+    """All work of some heads (their places in the mask), cut the cheapest way; kept per form.
+
+    A batch element's cut depends on its own mask alone: what a row gets, to the bit, must not
+    depend on its neighbours.
+    """
     key = batch, tuple(heads), budget
     plans = _plans.setdefault(form, {})
     if key not in plans:
-        best: tuple[float, list[Batch]] | None = None
-        for (block, cost), exact in itertools.product(budget.blocks, (True, False)):
-            found = list(_batches(list(_pieces(form, batch, heads, block, exact, budget)), budget))
-            work = sum(b.scores_computed * cost + budget.call for b in found)
-            work += budget.piece * sum(len(b.pieces) for b in found)
-            # A mask of one piece alone must fit as well, if smaller blocks can make it fit.
-            fits = all(b.pieces[0].area <= budget.scores for b in found)
-            work = work if fits else math.inf
-            if best is None or work < best[0]:
-                best = work, found
-        plans[key] = best[1] if best is not None else []
+        cut = _cut_apart if form.tensors[0].shape[0] > 1 else _cut_together
+        plans[key] = list(_batches(cut(form, batch, heads, budget), budget))
     return plans[key]
+
+
+def _cut_together(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[Piece]:
+    """One mask for the whole batch: the cheapest cut of one element."""
+
+    def cost(way: tuple[tuple[int, float], bool]) -> float:
+        (block, weight), exact = way
+        pieces = list(_pieces(form, 1, heads, block, exact, budget))
+        return _cost(pieces, weight, budget) + budget.call * len(list(_batches(pieces, budget)))
+
+    (block, _), exact = min(itertools.product(budget.blocks, (True, False)), key=cost)
+    return list(_pieces(form, batch, heads, block, exact, budget))
+
+
+def _cut_apart(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[Piece]:
+    """A mask for each element: the cheapest cut of each, with rounded spans, so that elements of
+    different lengths share calls (32 padded sentences of 40: 37 ms apart, 3 ms together)."""
+    best: dict[Span, tuple[float, list[Piece]]] = {}
+    for block, weight in budget.blocks:
+        pieces = _pieces(form, batch, heads, block, False, budget)
+        for element, found in itertools.groupby(pieces, key=lambda p: p.batch):
+            some = list(found)
+            cost = _cost(some, weight, budget)
+            if element not in best or cost < best[element][0]:
+                best[element] = cost, some
+    return [piece for _, pieces in best.values() for piece in pieces]
+
+
+def _cost(pieces: list[Piece], weight: float, budget: Budget) -> float:
+    """What pieces cost, in scores; a mask of one piece alone has to fit."""
+    if any(p.area > budget.scores for p in pieces):
+        return math.inf
+    return sum(p.area * weight * (p.heads[1] - p.heads[0]) + budget.piece for p in pieces)
 
 
 def _batches(pieces: list[Piece], budget: Budget) -> Iterator[Batch]:

@@ -6,7 +6,6 @@ in units of the exponential that is fast, see `Unit`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from anyflash.kernels.cpu.pieces import Batch
 from anyflash.masks.compiled import Form
 from anyflash.masks.index import Coordinates
 from anyflash.masks.places import Packed
-from anyflash.numerics import LOG2E, visible_product
+from anyflash.numerics import LOG2E, accumulation_dtype, visible_product
 from anyflash.rng import keep_elements
 
 
@@ -139,15 +138,23 @@ class Tile:
         width = batch.pieces[0].width
         return cls(rules, Places(rules, batch), Unit.of(dtype), masked, 0, width)
 
-    def columns(self, start: int, stop: int) -> Tile:
-        """The part of a whole tile with keys start:stop of each piece."""
-        masked = None if self.hidden is None else self.hidden[..., start:stop]
-        return replace(self, hidden=masked, start=start, stop=stop)
+    def columns(self, keys: slice) -> Tile:
+        """The part of a whole tile with some keys of each piece, by number."""
+        masked = None if self.hidden is None else self.hidden[..., keys]
+        return replace(self, hidden=masked, start=keys.start, stop=keys.stop)
 
     def queries(self, q: Tensor) -> Tensor:
         """q with the factors of the scores in it, once per batch instead of once per score."""
         softcap = self.rules.softcap
         return q * (self.rules.scale / softcap if softcap else self.rules.scale * self.unit.per_nat)
+
+    def sink(self, q: Tensor) -> Tensor | None:
+        """The sinks of the rows of q, in units: (N, B, H, R, 1)."""
+        sink = self.rules.sink
+        if sink is None:
+            return None
+        logits = self.places.batch.heads(sink).unsqueeze(-1) * self.unit.per_nat
+        return logits.to(accumulation_dtype(q.dtype)).expand(*q.shape[:-1], 1)
 
     def scores(self, queries: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Masked scores in units, and tanh of the softcap if there is one.
@@ -191,11 +198,6 @@ class Tile:
         index = bias_index(dbias, self.places.columns(self.start, self.stop))
         shape = torch.broadcast_shapes(*(i.shape for i in index))
         dbias.index_put_(index, ds.sum_to_size(shape), accumulate=True)
-
-
-def step_of(rows: Tensor, scores: int) -> int:
-    """Keys of a step, a multiple of 64, such that (N, B, H, R) rows have about `scores` scores."""
-    return max(1, scores // max(1, math.prod(rows.shape[:4]) * 64)) * 64
 
 
 def bias_index(bias: Tensor, at: Coordinates) -> tuple[Tensor, ...]:
