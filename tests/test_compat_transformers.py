@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,7 @@ transformers = pytest.importorskip(
 from transformers import masking_utils as words  # noqa: E402
 
 from anyflash.compat import transformers_masks  # noqa: E402
-from anyflash.compat.transformers import NAME, MaskTensor, attention_forward, register  # noqa: E402
+from anyflash.compat.transformers import INTERNAL, NAME, MaskTensor, attention_forward, register  # noqa: E402
 
 register()
 
@@ -442,4 +443,15 @@ def test_mask_by_flags(width: int | None) -> None:
 
 def test_register_twice() -> None:
     assert register() == register() == NAME
-    assert "flash" not in NAME  # see the comment at NAME
+    assert NAME == "anyflash" and "flash" not in INTERNAL  # see the comment at INTERNAL
+    model = build("llama", "sdpa")
+    model.set_attn_implementation(NAME)
+    assert model.config._attn_implementation == INTERNAL
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_from_pretrained_takes_the_name(tmp_path: Path) -> None:
+    build("bert", "sdpa").save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="anyflash")
+    assert model.config._attn_implementation == INTERNAL

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `attn_implementation=register()` runs a model's attention here.
+"""Hugging Face transformers: `attn_implementation="anyflash"` runs a model's attention here.
 
 transformers asks for a mask once per forward (`transformers_masks`) and for attention once per
 layer.
@@ -6,6 +6,7 @@ layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -18,11 +19,14 @@ from anyflash.errors import InvalidInput, Unsupported
 from anyflash.masks import Mask, window
 from anyflash.masks.algebra import Everything
 
-__all__ = ["NAME", "MaskTensor", "attention_forward", "register"]
+__all__ = ["INTERNAL", "NAME", "MaskTensor", "attention_forward", "register"]
+
+NAME = "anyflash"  # what users ask for
 
 # transformers takes every name that contains "flash" for a build of the flash-attn package: it
-# tries to load one from its hub, and some models swap in classes of their own.
-NAME = "anyfa"
+# tries to load one from its hub, and some models swap in classes of their own. So models run under
+# this name, and `register` makes transformers' own check of the name turn one into the other.
+INTERNAL = "anyfa"
 
 # What models pass along that is no business of attention. Anything else could change the result.
 HARMLESS = {
@@ -35,13 +39,15 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def register() -> str:
-    """Make anyflash an attention implementation of transformers; returns its name, `NAME`.
+    """Make anyflash an attention implementation of transformers; returns its name, "anyflash".
 
         from anyflash.compat.transformers import register
 
-        model = AutoModel.from_pretrained(path, attn_implementation=register())
+        register()
+        model = AutoModel.from_pretrained(path, attn_implementation="anyflash")
 
-    or `model.set_attn_implementation(register())`. May be called any number of times. Covered:
+    or `model.set_attn_implementation("anyflash")`; the model's config then says `INTERNAL`. May be
+    called any number of times. Nothing else of transformers changes. Covered:
     encoders, decoders and cross-attention that use transformers' attention interface, grouped
     heads, padding on either side, position_ids that restart (packed sequences), sliding windows,
     chunks, dynamic and static caches, softcap, sinks, position biases, dropout. Attention weights
@@ -58,9 +64,28 @@ def register() -> str:
         advice = "upgrade it: the mask interface with q_length and q_offset is needed (version 5)"
         raise Unsupported(f"transformers {transformers.__version__}", {}, advice)
     check_vocabulary(masking_utils, transformers.__version__)
-    transformers.AttentionMaskInterface.register(NAME, attention_mask)
-    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(INTERNAL, attention_mask)
+    transformers.AttentionInterface.register(INTERNAL, attention_forward)
+    _translate_name(transformers.PreTrainedModel)
     return NAME
+
+
+def _translate_name(model_class: Any) -> None:
+    """Let models accept NAME: the one method through which every requested name passes."""
+    check = getattr(model_class, "_check_and_adjust_attn_implementation", None)
+    if check is None:
+        advice = f"use attn_implementation={INTERNAL!r} instead"
+        raise Unsupported("attn_implementation='anyflash' in this transformers", {}, advice)
+    if getattr(check, "knows_anyflash", False):
+        return
+
+    @functools.wraps(check)
+    def adjusted(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        name = INTERNAL if attn_implementation == NAME else attn_implementation
+        return check(self, name, *args, **kwargs)
+
+    adjusted.knows_anyflash = True  # type: ignore[attr-defined]
+    model_class._check_and_adjust_attn_implementation = adjusted
 
 
 def attention_forward(
