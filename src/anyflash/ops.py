@@ -19,6 +19,7 @@ from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anyflash import reference
+from anyflash.backends.base import Backend
 from anyflash.dispatch import select
 from anyflash.errors import Unsupported
 from anyflash.masks.expression import from_text
@@ -75,14 +76,41 @@ class Arguments(NamedTuple):
         )
         return Inputs(*self[:10], from_text(self.mask, self.mask_leaves)), options
 
+    def key(self) -> tuple[Any, ...]:
+        """All that decides a dense call with a mask without tensors."""
+        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in self[:7]]
+        return *tensors, *self[11:]
+
+
+# Calls whose check depends on shapes alone, as (problem, backend): after a large call the checks
+# run from cold caches and take half a millisecond.
+_checked: dict[Any, tuple[Problem, Backend]] = {}
+CHECKED = 1024
+
+
+def resolve(call: Arguments) -> tuple[Problem, Inputs, Backend]:
+    """Check a call and choose its backend. Never in a fake kernel: a symbolic length that is hashed
+    becomes a constant."""
+    inputs, options = call.parse()
+    by_shape = call.cu_seqlens_q is None and not call.mask_leaves
+    key = call.key() if by_shape else None
+    if key is not None and key in _checked:
+        problem, backend = _checked[key]
+        return problem, inputs, backend
+    problem = Problem.of(inputs, options)
+    backend = select(problem, call.backend)
+    if key is not None:
+        if len(_checked) >= CHECKED:
+            _checked.clear()
+        _checked[key] = problem, backend
+    return problem, inputs, backend
+
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Arguments(*arguments)
-    inputs, options = call.parse()
-    problem = Problem.of(inputs, options)
-    out, lse = select(problem, call.backend).forward(problem, inputs)
-    wanted = _empty_out(call)
-    return out if out.stride() == wanted.stride() else wanted.copy_(out), lse.contiguous()
+    problem, inputs, backend = resolve(call)
+    out, lse = backend.forward(problem, inputs)
+    return _laid_out(out, _swapped(call.q)), lse.contiguous()
 
 
 def backward(
@@ -94,18 +122,15 @@ def backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = Arguments(*arguments)
-    inputs, options = call.parse()
-    problem = Problem.of(inputs, options)
+    problem, inputs, backend = resolve(call)
     dout = torch.zeros_like(out) if dout is None else dout
-    saved = Saved(out, lse, dout, dlse)
-    found = select(problem, call.backend).backward(problem, inputs, saved, Needs(*needs))
+    found = backend.backward(problem, inputs, Saved(out, lse, dout, dlse), Needs(*needs))
     results = []
     for like, need, gradient in zip(_leaves(call), needs, found, strict=True):
         if like is None or not need or gradient is None:
             results.append(call.q.new_empty(0))
             continue
-        wanted = empty_like_order(like, like.shape[-1]) if like.ndim > 1 else torch.empty_like(like)
-        results.append(gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient))
+        results.append(_laid_out(gradient, _swapped_gradient(call, like)))
     return tuple(results)
 
 
@@ -127,22 +152,33 @@ def double_backward(
     return tuple(results)
 
 
-def empty_like_order(x: Tensor, last: int) -> Tensor:
-    """Fresh memory of x's shape but for the last dimension, in x's dimension order.
+def _swapped(x: Tensor) -> bool:
+    """Whether heads and sequence lie in the other order in memory than in the shape: heads inside
+    of the sequence for (B, H, S, D), as views of (B, S, H, D) do, and outside for (total, H, D)."""
+    return x.stride(-3) < x.stride(-2)
 
-    Two orders exist: heads outside of the sequence (B, H, S, D), and inside, as (B, S, H, D) views
-    have it. In packed tensors (total, H, D) heads are inside, or outside where x has them so.
-    """
-    shape = (*x.shape[:-1], last)
-    a, b = x.ndim - 3, x.ndim - 2
-    if x.ndim >= 3 and x.stride(a) < x.stride(b):
-        swapped = [*shape[:a], shape[b], shape[a], last]
-        return x.new_empty(swapped).transpose(a, b)
-    return x.new_empty(shape)
+
+def _empty(x: Tensor, last: int, swapped: bool) -> Tensor:
+    """Fresh memory of x's shape but for the last dimension; x may be a sink (H,) or any bias."""
+    if not swapped:
+        return x.new_empty((*x.shape[:-1], last))
+    *batch, a, b, _ = x.shape
+    return x.new_empty((*batch, b, a, last)).transpose(-3, -2)
+
+
+def _laid_out(x: Tensor, swapped: bool) -> Tensor:
+    """x in the memory order that the fake kernels announce; a copy only if it is in another."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2) if swapped else x.contiguous()
+
+
+def _swapped_gradient(call: Arguments, like: Tensor) -> bool:
+    """Gradients of q, k and v have heads inside, whatever the input's order: a projection over H·D
+    comes next."""
+    return like.ndim == 4 and like is not call.bias
 
 
 def _empty_out(call: Arguments) -> Tensor:
-    return empty_like_order(call.q, call.v.shape[-1])
+    return _empty(call.q, call.v.shape[-1], _swapped(call.q))
 
 
 def _leaves(call: Arguments) -> tuple[Tensor | None, ...]:
@@ -172,9 +208,7 @@ def _fake_backward(
         if like is None or not need:
             results.append(call.q.new_empty(0))
         else:
-            results.append(
-                empty_like_order(like, like.shape[-1]) if like.ndim > 1 else torch.empty_like(like)
-            )
+            results.append(_empty(like, like.shape[-1], _swapped_gradient(call, like)))
     return tuple(results)
 
 
@@ -270,7 +304,7 @@ class Operator:
     """
 
     def __init__(self, name: str, backward: Any, setup_context: Any) -> None:
-        self.op = getattr(torch.ops.anyflash, name)
+        self.op = getattr(torch.ops.anyflash, name).default
         torch.library.register_autograd(
             f"anyflash::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
@@ -284,9 +318,17 @@ class Operator:
         self.function = type(name, (torch.autograd.Function,), rules)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling() and functorch.peek_interpreter_stack():
+        if torch.compiler.is_compiling():
+            return self.op(*arguments)
+        if functorch.peek_interpreter_stack():
             return self.function.apply(*arguments)  # type: ignore[no-any-return]
-        return self.op(*arguments)
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in arguments
+        ):
+            return self.op(*arguments)
+        # Nothing to differentiate: the wrapper that records it costs as much as the call itself.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.op(*arguments)
 
     def _vmap(self, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
         """Fold the mapped dimension into the batch; element by element where something else than

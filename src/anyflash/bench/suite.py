@@ -23,7 +23,7 @@ FIRST_CALLS = 3  # with as many new masks, to take the median
 class Settings:
     """`rounds` of about `seconds` for each side; `quick` takes small cases, for tests."""
 
-    rounds: int = 9
+    rounds: int = 15
     seconds: float = 0.25
     quick: bool = False
 

@@ -39,9 +39,7 @@ def backward(
         torch.zeros_like(k, dtype=wide),
         torch.zeros_like(v, dtype=wide),
     )
-    for batch in plan(
-        rules.form, q.shape[0], rules.heads.tolist(), flash.BUDGET if fused else BUDGET
-    ):
+    for batch in plan(rules.form, q.shape[0], rules.heads, flash.BUDGET if fused else BUDGET):
         rows = Saved(
             batch.rows(saved.out),
             batch.rows(saved.lse.unsqueeze(-1)).squeeze(-1),

@@ -16,7 +16,9 @@ from anyflash.numerics import accumulation_dtype
 # Keys of a step of the online softmax. Not a matter of batch or heads: what a row gets must not
 # depend on its neighbours. 8 heads of 256 rows make 2 MB of scores, the second-level cache.
 STEP = 256
-BUDGET = Budget(blocks=((64, 1.0), (256, 1.0)), call=1 << 17, piece=1 << 13, scores=1 << 21)
+BUDGET = Budget(
+    blocks=((64, 1.0), (256, 1.0)), call=1 << 17, piece=1 << 13, scores=1 << 21, copied=1 << 11
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -24,12 +26,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tens
     fused = flash.serves(q, v, rules)
     if fused and flash.serves_whole(rules):
         return flash.forward(q, k, v, rules)
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    if rules.sink is not None:
-        lse.copy_(rules.sink.view(1, -1, 1))  # rows that no piece touches
     budget, step = (flash.BUDGET, flash.forward_batch) if fused else (BUDGET, forward_batch)
-    for batch in plan(rules.form, q.shape[0], rules.heads.tolist(), budget):
+    work = plan(rules.form, q.shape[0], rules.heads, budget)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    if sum(batch.rows_computed for batch in work) < lse.numel():  # some rows attend nothing
+        out.zero_()
+        lse.copy_(torch.full((1,), -torch.inf) if rules.sink is None else rules.sink.view(1, -1, 1))
+    for batch in work:
         part, part_lse = step(batch.rows(q), batch.keys(k), batch.keys(v), rules, batch)
         batch.write_rows(out, part)
         batch.write_rows(lse.unsqueeze(-1), part_lse.unsqueeze(-1))

@@ -68,7 +68,7 @@ def _only(saved: Saved, rows: Tensor) -> Saved:
 def _rows_that_see(bad: Tensor, q: Tensor, rules: Rules) -> Tensor:
     """Query rows (B, H, Sq) that attend one of the keys `bad` (B, H, Sk)."""
     rows = torch.zeros((*q.shape[:3], 1), dtype=torch.bool)
-    for batch in plan(rules.form, q.shape[0], rules.heads.tolist(), forward_kernel.BUDGET):
+    for batch in plan(rules.form, q.shape[0], rules.heads, forward_kernel.BUDGET):
         seen = batch.keys(bad.unsqueeze(-1)).mT
         if batch.masked:
             seen = seen & ~hidden(rules.form, batch)[:, None, None]

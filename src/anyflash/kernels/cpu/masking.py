@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,12 +25,26 @@ def hidden(form: Form, batch: Batch) -> Tensor:
 def additive(form: Form, batch: Batch, dtype: torch.dtype) -> Tensor:
     """The same as 0 where attended and −inf where not."""
     if isinstance(form, RowIntervals):
-        outside = _outside(form, batch)
-        return torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, -torch.inf)
+        # One pass, where a tensor of zeros filled with a mask would be three.
+        values = torch.tensor([0.0, -torch.inf], dtype=dtype)
+        return torch.where(_outside(form, batch), values[1], values[0])
     return _unpack(form, batch, byte_table(-torch.inf, 0.0, dtype, form.bits.device))
 
 
-def _outside(form: RowIntervals, batch: Batch) -> Tensor:
+class Edges(NamedTuple):
+    """What of the row intervals of a batch has to be tested at all; kept per batch."""
+
+    keys: Tensor  # int32 (keys,), counted from each piece's first, or (pieces, 1, keys)
+    shape: tuple[int, int]  # masks (1 if all pieces have the same), rows
+    slots: tuple[tuple[Tensor | None, Tensor | None], ...]  # lo and hi, (masks, rows, 1)
+
+
+_edges: WeakKeyDictionary[Batch, Edges] = WeakKeyDictionary()
+
+
+def _edges_of(form: RowIntervals, batch: Batch) -> Edges:
+    if batch in _edges:
+        return _edges[batch]
     pieces = batch.pieces
     shared = form.bounds.shape[0] == 1
     bounds = torch.stack([form.bounds[0 if shared else p.batch[0], slice(*p.rows)] for p in pieces])
@@ -36,15 +52,34 @@ def _outside(form: RowIntervals, batch: Batch) -> Tensor:
         starts = torch.tensor([p.keys[0][0] for p in pieces], dtype=torch.int32)
         bounds = bounds - starts.view(-1, 1, 1, 1)
         if (bounds == bounds[:1]).all():  # as in the middle of a window: one mask for all
-            bounds = bounds[:1]
-        key = torch.arange(pieces[0].width, dtype=torch.int32)
+            bounds = bounds[:1].clone()
+        keys, last = torch.arange(pieces[0].width, dtype=torch.int32), pieces[0].width
     else:
-        keys = [[j for start, stop in p.keys for j in range(start, stop)] for p in pieces]
-        key = torch.tensor(keys, dtype=torch.int32).unsqueeze(1)
-    outside = torch.ones((), dtype=torch.bool)
+        listed = [[j for start, stop in p.keys for j in range(start, stop)] for p in pieces]
+        keys, last = torch.tensor(listed, dtype=torch.int32).unsqueeze(1), form.extent.keys
+    slots: list[tuple[Tensor | None, Tensor | None]] = []
     for slot in range(bounds.shape[2]):
         lo, hi = bounds[:, :, slot, :1], bounds[:, :, slot, 1:]
-        outside = outside & ((key < lo) | (key >= hi))
+        if slot == 0 or bool((lo < hi).any()):
+            # Only the edges that some row has: each is a pass over all scores.
+            edges = lo if bool((lo > 0).any()) else None, hi if bool((hi < last).any()) else None
+            slots.append(edges)
+    _edges[batch] = Edges(keys, (len(bounds), bounds.shape[1]), tuple(slots))
+    return _edges[batch]
+
+
+def _outside(form: RowIntervals, batch: Batch) -> Tensor:
+    """Scores in none of the intervals of their row."""
+    keys, shape, slots = _edges_of(form, batch)
+    outside = None
+    for lo, hi in slots:
+        parts = ([] if lo is None else [keys < lo]) + ([] if hi is None else [keys >= hi])
+        if not parts:  # an interval that has every key: nothing is outside
+            return torch.zeros((1, 1, 1), dtype=torch.bool).expand(*shape, keys.shape[-1])
+        beside = parts[0] if len(parts) == 1 else parts[0].logical_or_(parts[1])
+        outside = beside if outside is None else outside.logical_and_(beside)
+    if outside is None:
+        raise ValueError("row intervals without a slot")
     return outside
 
 

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
         return (self.rows[1] - self.rows[0]) * self.width
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Pieces of equal shape, computed together."""
 
@@ -60,6 +60,12 @@ class Batch:
     @property
     def empty(self) -> bool:
         return any(p.empty for p in self.pieces)
+
+    @property
+    def rows_computed(self) -> int:
+        piece = self.pieces[0]
+        sides = (b - a for a, b in (piece.batch, piece.heads, piece.rows))
+        return len(self.pieces) * math.prod(sides)
 
     def rows(self, x: Tensor) -> Tensor:
         """x (B, H, S, ·) → (pieces, batch, heads, rows, ·): a view where the pieces lie evenly."""
@@ -136,6 +142,7 @@ class Budget(NamedTuple):
     call: int  # fixed cost of a batch of pieces
     piece: int  # fixed cost of a piece in it
     scores: int  # most scores of a batch; one piece alone may have more
+    copied: int  # most keys, over batch and heads, that are worth copying to share a call
 
 
 _plans: WeakKeyDictionary[Form, dict[object, list[Batch]]] = WeakKeyDictionary()
@@ -147,7 +154,7 @@ def plan(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[B
     A batch element's cut depends on its own mask alone: what a row gets, to the bit, must not
     depend on its neighbours.
     """
-    key = batch, tuple(heads), budget
+    key = batch, *heads, budget
     plans = _plans.setdefault(form, {})
     if key not in plans:
         cut = _cut_apart if form.tensors[0].shape[0] > 1 else _cut_together
@@ -192,13 +199,38 @@ def _batches(pieces: list[Piece], budget: Budget) -> Iterator[Batch]:
     groups: dict[object, list[Piece]] = {}
     for piece in pieces:
         size = [b - a for a, b in (piece.batch, piece.heads, piece.rows)]
-        key = *size, piece.width, piece.masked
-        group = groups.setdefault(key, [])
-        group.append(piece)
-        if (len(group) + 1) * size[0] * size[1] * piece.area > budget.scores:
-            yield Batch(tuple(groups.pop(key)))
+        key = *size, tuple(b - a for a, b in piece.keys), piece.masked
+        groups.setdefault(key, []).append(piece)
     for group in groups.values():
-        yield Batch(tuple(group))
+        first = group[0]
+        rows = (first.batch[1] - first.batch[0]) * (first.heads[1] - first.heads[0])
+        most = max(1, budget.scores // max(1, rows * first.area))
+        # Pieces that lie evenly are stacked for nothing; others if copying costs less than a call.
+        runs = [group] if rows * first.width <= budget.copied else _even_runs(group)
+        for run in runs:
+            for start in range(0, len(run), most):
+                yield Batch(tuple(run[start : start + most]))
+
+
+def _even_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in runs that follow each other at one step."""
+    run: list[Piece] = []
+    step: list[int] = []
+    for piece in pieces:
+        place = _place(piece)
+        if run:
+            gap = [a - b for a, b in zip(place, _place(run[-1]), strict=True)]
+            if len(run) > 1 and gap != step:
+                yield run
+                run = []
+            step = gap
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _place(piece: Piece) -> list[int]:
+    return [piece.batch[0], piece.heads[0], piece.rows[0], *(a for a, _ in piece.keys)]
 
 
 def _pieces(
@@ -311,8 +343,10 @@ def _corners(
 
 def _even(blocks: list[Tensor]) -> Tensor | None:
     """Blocks that follow each other at one step in memory, as one tensor; None if they do not."""
+    if len(blocks) == 1:
+        return blocks[0].unsqueeze(0)
     places = [block.storage_offset() for block in blocks]
-    step = places[1] - places[0] if len(places) > 1 else 0
+    step = places[1] - places[0]
     if step < 0 or any(b - a != step for a, b in itertools.pairwise(places)):
         return None
     return blocks[0].as_strided((len(blocks), *blocks[0].shape), (step, *blocks[0].stride()))

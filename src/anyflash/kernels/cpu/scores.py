@@ -15,8 +15,9 @@ from torch import Tensor
 
 from anyflash.kernels.cpu.masking import hidden
 from anyflash.kernels.cpu.pieces import Batch
-from anyflash.masks.compiled import Form
-from anyflash.masks.index import Coordinates
+from anyflash.masks.compiled import Form, compiled
+from anyflash.masks.expression import Mask
+from anyflash.masks.index import Coordinates, Extent
 from anyflash.masks.places import Packed
 from anyflash.numerics import LOG2E, accumulation_dtype, visible_product
 from anyflash.rng import keep_elements
@@ -63,16 +64,24 @@ class Rules:
     bias: Tensor | None  # (1|B, 1|H, 1|Sq, 1|Sk)
     alibi: Tensor | None  # (1|B, H)
     sink: Tensor | None  # (H,)
-    form: Form
-    full: bool  # the form masks nothing
+    mask: Mask
+    extent: Extent
+    full: bool  # the mask masks nothing
     causal: bool  # it is exactly causal, with as many queries as keys
-    heads: Tensor
+    heads: range
     heads_total: int
     packed: Packed | None
     strict: bool  # inputs are not finite: keep masked slots out of products, see isolation.py
 
+    @property
+    def form(self) -> Form:
+        """What kernels read of the mask; where one call of the fused kernel serves, nobody asks."""
+        return compiled(self.mask, self.extent, torch.device("cpu"))
+
     def of_heads(self, heads: slice) -> Rules:
         """The same for some of the heads."""
+        if self.heads[heads] == self.heads:
+            return self
         bias, alibi, sink = self.bias, self.alibi, self.sink
         return replace(
             self,
@@ -91,8 +100,8 @@ class Places:
 
     @cached_property
     def at(self) -> Coordinates:
-        extent, packed = self.rules.form.extent, self.rules.packed
-        at = self.batch.coordinates(self.rules.heads.device, extent.keys - extent.queries)
+        extent, packed = self.rules.extent, self.rules.packed
+        at = self.batch.coordinates(torch.device("cpu"), extent.keys - extent.queries)
         if packed is None:
             return at
         # The sequence's number, its own row and key, and its offset.
@@ -179,7 +188,7 @@ class Tile:
         if not rules.dropout or rules.seed is None:
             return None
         at = self.places.columns(self.start, self.stop)
-        head = at.batch * rules.heads_total + rules.heads[at.head]
+        head = at.batch * rules.heads_total + torch.tensor(rules.heads)[at.head]
         kept = keep_elements(rules.seed, head, at.row, at.key, rules.dropout).to(dtype)
         return kept / (1 - rules.dropout) if rules.dropout < 1 else kept
 
