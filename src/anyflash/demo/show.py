@@ -53,7 +53,7 @@ def show(path: Path, quick: bool) -> int:
         bars = {f"MiniLM, {len(encoder.rows)} sentences": found}
         bars |= _long_contexts(console, size, failures)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.draw(path, encoder.which(), bars)
+    picture.draw(path, encoder.which(encoder.packs()[0]), bars)
     console.print(f"Picture saved as {path}")
     for failure in failures:
         console.print(f"[bold red]Results differ:[/] {failure}")
