@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from anyflash import ops
 from anyflash.dispatch import NAMES
-from anyflash.errors import Unsupported
+from anyflash.errors import InvalidInput, Unsupported
 from anyflash.explanation import Explanation
 from anyflash.masks import Mask, as_mask
 from anyflash.masks import causal as causal_mask
@@ -41,6 +41,9 @@ def alibi(slopes: Tensor) -> Alibi:
     −slope·|i + Sk − Sq − j|. Slopes get no gradient.
     """
     check_kind("alibi(slopes)", slopes)
+    if slopes.requires_grad:
+        advice = "pass slopes.detach(), or learn a bias tensor"
+        raise InvalidInput("alibi(slopes)", "slopes that require a gradient", "constants", advice)
     return Alibi(slopes)
 
 
@@ -201,9 +204,10 @@ def explain(
         InvalidInput: as the call would. What nothing serves is an answer, not an error.
     """
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    packed = any(x is not None for x in (*packing, max_seqlen_q, max_seqlen_k))
     call = _arguments(
         (q, k, v), mask, causal, bias, sink, (scale, softcap, dropout),
-        (deterministic, precision, backend), packing if cu_seqlens_q is not None else None,
+        (deterministic, precision, backend), packing if packed else None,
         (max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     inputs, options = call.parse()
@@ -288,10 +292,12 @@ def _refuse_transforms(*tensors: Tensor | None) -> None:
     """Forward-mode derivatives would silently be zero under a registered formula: say no."""
     if torch.compiler.is_compiling():
         return
-    level = functorch.peek_interpreter_stack()
-    functorch_jvp = level is not None and level.key() == functorch.TransformType.Jvp
-    dual = forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    levels = functorch.get_interpreter_stack() or []
+    functorch_jvp = any(level.key() == functorch.TransformType.Jvp for level in levels)
+    dual = (
+        not levels
+        and forward_ad._current_level >= 0
+        and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     )
     if functorch_jvp or dual:
         advice = "use reverse mode: backward(), torch.func.grad or torch.func.vjp"

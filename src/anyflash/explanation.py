@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflash.dispatch import refusals
+from anyflash.errors import InvalidInput
 from anyflash.masks import intervals
 from anyflash.masks.algebra import Window
 from anyflash.masks.compiled import compiled
@@ -166,7 +167,7 @@ class Explanation:
         """`device` is the one to ask about, None for the tensors' own."""
         where = inputs.q.device
         if device is not None:
-            problem = replace(problem, device=torch.device(device).type)
+            problem = replace(problem, device=_device_type(device))
         found = refusals(problem, backend)
         chosen = next((name for name, sentence in found.items() if sentence is None), None)
         if inputs.packed:  # sequences that do not see each other are part of the mask
@@ -204,3 +205,11 @@ class Explanation:
 
     def _rows(self) -> list[tuple[str, str]]:
         return [(name, sentence or "serves") for name, sentence in self.refusals.items()]
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        expected = "a device type of torch, such as 'cpu', 'cuda' or 'mps'"
+        raise InvalidInput("device", repr(device), expected) from error

@@ -11,6 +11,7 @@ travels as its text and its leaf tensors.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +95,9 @@ def resolve(call: Arguments) -> tuple[Problem, Inputs, Backend]:
     inputs, options = call.parse()
     by_shape = call.cu_seqlens_q is None and not call.mask_leaves
     key = call.key() if by_shape else None
-    if key is not None and key in _checked:
-        problem, backend = _checked[key]
-        return problem, inputs, backend
+    found = None if key is None else _checked.get(key)
+    if found is not None:
+        return found[0], inputs, found[1]
     problem = Problem.of(inputs, options)
     backend = select(problem, call.backend)
     if key is not None:
@@ -126,11 +127,11 @@ def backward(
     dout = torch.zeros_like(out) if dout is None else dout
     found = backend.backward(problem, inputs, Saved(out, lse, dout, dlse), Needs(*needs))
     results = []
-    for like, need, gradient in zip(_leaves(call), needs, found, strict=True):
+    for like, need, gradient, of_heads in zip(_leaves(call), needs, found, OF_HEADS, strict=True):
         if like is None or not need or gradient is None:
             results.append(call.q.new_empty(0))
             continue
-        results.append(_laid_out(gradient, _swapped_gradient(call, like)))
+        results.append(_laid_out(gradient, of_heads and like.ndim == 4))
     return tuple(results)
 
 
@@ -159,7 +160,7 @@ def _swapped(x: Tensor) -> bool:
 
 
 def _empty(x: Tensor, last: int, swapped: bool) -> Tensor:
-    """Fresh memory of x's shape but for the last dimension; x may be a sink (H,) or any bias."""
+    """Fresh memory of x's shape but for the last dimension."""
     if not swapped:
         return x.new_empty((*x.shape[:-1], last))
     *batch, a, b, _ = x.shape
@@ -171,10 +172,9 @@ def _laid_out(x: Tensor, swapped: bool) -> Tensor:
     return x.transpose(-3, -2).contiguous().transpose(-3, -2) if swapped else x.contiguous()
 
 
-def _swapped_gradient(call: Arguments, like: Tensor) -> bool:
-    """Gradients of q, k and v have heads inside, whatever the input's order: a projection over H·D
-    comes next."""
-    return like.ndim == 4 and like is not call.bias
+# Gradients of q, k and v (not of bias and sink) have heads inside, whatever the input's order: a
+# projection over H·D comes next.
+OF_HEADS = (True, True, True, False, False)
 
 
 def _empty_out(call: Arguments) -> Tensor:
@@ -204,11 +204,13 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     call = Arguments(*arguments)
     results = []
-    for like, need in zip(_leaves(call), needs, strict=True):
+    for like, need, of_heads in zip(_leaves(call), needs, OF_HEADS, strict=True):
         if like is None or not need:
             results.append(call.q.new_empty(0))
+        elif of_heads:
+            results.append(_empty(like, like.shape[-1], like.ndim == 4))
         else:
-            results.append(_empty(like, like.shape[-1], _swapped_gradient(call, like)))
+            results.append(like.new_empty(like.shape))
     return tuple(results)
 
 
@@ -225,11 +227,27 @@ KERNELS = (
     ("attention_backward", backward, _fake_backward),
     ("attention_double_backward", double_backward, _fake_double_backward),
 )
-for _name, _kernel, _fake in KERNELS:
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"anyflash::{_name}", _fake, lib=LIBRARY)
+
+
+def _outside_autocast(kernel: Any) -> Any:
+    """Autocast has done its work before the operator: inside, products of tensors that were widened
+    on purpose must stay wide."""
+
+    @wraps(kernel)
+    def run(*arguments: Any) -> Any:
+        kind = arguments[-COUNT].device.type
+        if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+            return kernel(*arguments)
+        with torch.autocast(kind, enabled=False):
+            return kernel(*arguments)
+
+    return run
+
 
 COUNT = len(Arguments._fields)
+for _name, _kernel, _fake in KERNELS:
+    LIBRARY.impl(_name, _outside_autocast(_kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"anyflash::{_name}", _fake, lib=LIBRARY)
 
 
 def _save(ctx: Any, tensors: list[Tensor | None], arguments: tuple[Any, ...]) -> None:
@@ -286,10 +304,6 @@ def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
             gradients[place] = gradient
     gradients[15] = [None] * len(call.mask_leaves)
     return tuple(gradients)
-
-
-def _setup_third(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Nothing to keep: there is no third derivative."""
 
 
 def _third(ctx: Any, *incoming: Tensor | None) -> None:
@@ -380,4 +394,6 @@ def _fold(x: Tensor, dim: Any, size: int) -> Tensor:
 
 attention_forward = Operator("attention_forward", _forward_backward, _setup_forward)
 attention_backward = Operator("attention_backward", _backward_backward, _setup_backward)
-attention_double_backward = Operator("attention_double_backward", _third, _setup_third)
+attention_double_backward = Operator(
+    "attention_double_backward", _third, lambda ctx, inputs, output: None
+)

@@ -186,7 +186,7 @@ def check_number(name: str, value: object, expected: str = "a number") -> None:
 
 def check_choice(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
     """What a switch or a name must be before it may enter an operator."""
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name_of = type(value).__name__
         got = name_of if isinstance(value, Tensor) else f"{name_of} {value!r}"
         raise InvalidInput(name, got, expected)

@@ -158,14 +158,14 @@ def _double_backward_rows(
     r = (p * m).sum(-1, keepdim=True)
     p_sink = p_sink_bar = torch.zeros_like(r)
     if inputs.sink is not None:
-        p_sink = torch.exp(inputs.sink.view(-1, 1) - weights.lse).unsqueeze(-1)
+        p_sink = _sink_share(inputs.sink, weights.lse).unsqueeze(-1)
         if xs is not None:
             r = r + xs.view(-1, 1, 1) * p_sink
             p_sink_bar = -xs.view(-1, 1, 1) * delta
-    z_bar = kept(p * (m - r))
+    z_bar = attended(kept(p * (m - r)))
     p_bar = (dp - delta) * m + w - r * dp
     rho = (p * p_bar).sum(-1, keepdim=True) + p_sink * p_sink_bar
-    s_bar = p * (p_bar - rho)
+    s_bar = attended(p * (p_bar - rho))
     a_bar = s_bar
     da = ds
     if slope is not None:
@@ -282,6 +282,9 @@ def _weights(one: Sequence, options: Options, rows: slice) -> Weights:
     total = torch.exp(logits - top).sum(-1, keepdim=True)
     lse = total.log() + top
     p = torch.where(total == 0, 0, torch.exp(s - top) / torch.where(total == 0, 1, total))
+    if visible is not None:  # a row that sees a NaN is NaN only where it sees
+        p = torch.where(visible, p, 0)
+        slope = None if slope is None else torch.where(visible, slope, 0)
     keep = None
     if options.dropout and inputs.seed is not None:
         kept = keep_elements(
@@ -319,9 +322,7 @@ def _backward_rows(
         ds = torch.where(seen, ds, 0)
     dsink = None
     if inputs.sink is not None:
-        dsink = -(torch.exp(inputs.sink.view(-1, 1) - weights.lse).unsqueeze(-1) * delta).sum(
-            (0, 2, 3)
-        )
+        dsink = -(_sink_share(inputs.sink, weights.lse).unsqueeze(-1) * delta).sum((0, 2, 3))
     weighted = ds
     ds = (ds if weights.slope is None else ds * weights.slope) * options.scale
     mirrored = None if seen is None else seen.mT
@@ -332,6 +333,10 @@ def _backward_rows(
         _bias_gradient(inputs, weighted, rows),
         dsink,
     )
+
+
+def _sink_share(sink: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(sink.view(-1, 1) - torch.where(lse == -torch.inf, torch.inf, lse))
 
 
 def _bias_gradient(inputs: Inputs, ds: Tensor, rows: slice) -> Tensor | None:

@@ -8,6 +8,7 @@ for each key head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from anyflash.kernels.cpu import forward as forward_kernel
 from anyflash.kernels.cpu import isolation
 from anyflash.kernels.cpu.scores import Rules
 from anyflash.masks.algebra import Everything, Window
+from anyflash.masks.compiled import compiled
 from anyflash.masks.index import Extent
 from anyflash.masks.places import Packed
 from anyflash.numerics import accumulation_dtype, all_finite
 from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved, packed_mask
 
 name = "cpu"
+CPU = torch.device("cpu")
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
@@ -47,7 +50,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
             q, k, v = q.float(), k.float(), v.float()
         q, rules, rounds = _upright(q, problem), _rules(problem, inputs), _rounds(problem)
         parts = [forward_kernel.forward(q[:, h], k, v, rules.of_heads(h)) for h in rounds]
-        if not rules.full and not _all_finite(rules, parts, (-1, -1)):
+        # lse is no witness: it is −inf where a row attends nothing.
+        if not rules.full and not _all_finite(rules, [part[:1] for part in parts], (-1,)):
             parts = [isolation.forward(q[:, h], k, v, rules.of_heads(h)) for h in rounds]
         out, lse = parts[0]
         if len(rounds) > 1:
@@ -133,7 +137,9 @@ def _sink_gradient(
     wide = lse.dtype
     pull = -(dout.to(wide) * out.to(wide)).sum(-1)
     pull = pull if dlse is None else pull + dlse
-    return (torch.exp(sink.to(wide).view(-1, 1) - lse) * pull).sum((0, 2))
+    logit = sink.to(wide).view(-1, 1)
+    share = torch.exp(logit - torch.where(lse == -torch.inf, torch.inf, lse))
+    return (share * pull).sum((0, 2))
 
 
 def _dense(problem: Problem, *tensors: Tensor) -> list[Tensor]:
@@ -167,8 +173,8 @@ def _rules(problem: Problem, inputs: Inputs) -> Rules:
         bias=_bias_of(inputs.bias, slice(None)),
         alibi=None if inputs.alibi is None else inputs.alibi.view(-1, max(1, problem.heads)),
         sink=inputs.sink,
-        mask=Everything() if mask is None else mask,
         extent=extent,
+        form_of=cache(lambda: compiled(Everything() if mask is None else mask, extent, CPU)),
         full=mask is None,
         causal=causal and extent.queries == extent.keys,
         heads=range(problem.heads),

@@ -11,9 +11,7 @@ its own.
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +20,9 @@ import torch
 from torch import Tensor
 
 from anyflash.errors import InvalidInput
-from anyflash.masks.expression import Mask
+from anyflash.masks.expression import Mask, register
 from anyflash.masks.index import Coordinates, Extent, Rows
 from anyflash.masks.intervals import complement, intersection, one_interval
-
-_functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +88,14 @@ class Documents(Mask):
     ids_q: Tensor
     ids_k: Tensor | None
 
-    def check_reach(self, queries: int, keys: int) -> None:
-        ends = self.ids_q.shape[1], self._keys.shape[1]
-        if queries > ends[0] or keys > ends[1]:
-            expected = f"ids of at least {queries} queries and {keys} keys"
-            raise InvalidInput("mask documents", f"ids of {ends[0]} and {ends[1]}", expected)
+    def check_reach(self, least: Extent) -> None:
+        needed = (least.batch, least.queries), (least.batch, least.keys)
+        for name, ids, (batch, length) in zip(
+            ("ids_q", "ids_k"), (self.ids_q, self._keys), needed, strict=True
+        ):
+            if ids.shape[1] < length or 1 < ids.shape[0] < batch:
+                expected = f"at least ({batch}, {length})"
+                raise InvalidInput(f"mask documents({name})", tuple(ids.shape), expected)
 
     def check(self, extent: Extent) -> None:
         for name, ids, length in (
@@ -154,6 +152,11 @@ class Padding(Mask):
 
     lengths: Tensor
 
+    def check_reach(self, least: Extent) -> None:
+        if 1 < self.lengths.shape[0] < least.batch:
+            got, expected = tuple(self.lengths.shape), f"at least ({least.batch},)"
+            raise InvalidInput("mask padding(lengths_k)", got, expected)
+
     def check(self, extent: Extent) -> None:
         if self.lengths.shape[0] not in (1, extent.batch):
             raise InvalidInput(
@@ -180,11 +183,9 @@ class Dense(Mask):
 
     tensor: Tensor
 
-    def check_reach(self, queries: int, keys: int) -> None:
-        for size, needed in zip(self.tensor.shape[2:], (queries, keys), strict=True):
-            if size > 1 and needed > size:
-                expected = f"at least ({queries}, {keys}) at the end"
-                raise InvalidInput("mask", tuple(self.tensor.shape), expected)
+    def check_reach(self, least: Extent) -> None:
+        if any(1 < size < needed for size, needed in zip(self.tensor.shape, least, strict=True)):
+            raise InvalidInput("mask", tuple(self.tensor.shape), f"at least {tuple(least)}")
 
     def check(self, extent: Extent) -> None:
         wrong = [s for s, full in zip(self.tensor.shape, extent, strict=True) if s not in (1, full)]
@@ -221,20 +222,8 @@ class Function(Mask):
             raise pickle.PicklingError(f"mask from_function: {name} cannot be pickled; {advice}")
         return super().__reduce_ex__(protocol)
 
-    @staticmethod
-    def numbered(number: int) -> Function:
-        """The mask whose text is "#number", while it lives."""
-        mask = _functions.get(number)
-        if mask is None:
-            got = f"function number {number}, which no longer exists"
-            expected = "a mask that lives until its backward pass has run"
-            raise InvalidInput("mask from_function", got, expected)
-        return mask
-
     def __post_init__(self) -> None:
-        number = next(_numbers)
-        _functions[number] = self
-        object.__setattr__(self, "text", f"#{number}")
+        object.__setattr__(self, "text", register(self))
         object.__setattr__(self, "leaves", ())
 
     def visible(self, at: Coordinates) -> Tensor:

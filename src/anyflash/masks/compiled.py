@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from anyflash.errors import InvalidInput
 from anyflash.masks import intervals, tiles
 from anyflash.masks.index import Expression, Extent
 from anyflash.masks.intervals import RowIntervals
@@ -19,7 +22,24 @@ Form = RowIntervals | TileMap
 KEEP = 64  # compiled masks kept; each also goes when a tensor that it was built from goes
 
 _cache: OrderedDict[Any, tuple[Form, list[StorageWeakRef]]] = OrderedDict()
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: a collected mask may call `forget` while it is held
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may hold it while this one forks
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def forget(number: int) -> None:
+    """Drop what was built from the mask that `text` calls "#number", which is gone."""
+    name = re.compile(rf"#{number}(?!\d)")
+    with _lock:
+        for key in [k for k in _cache if name.search(k[0])]:
+            _cache.pop(key, None)
 
 
 def compile_mask(mask: Expression, extent: Extent, device: torch.device) -> Form:
@@ -33,8 +53,14 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
     """The compiled form of a mask, from the cache if expression, tensors and sizes are the same.
 
     A tensor is the same if its storage, place in it and version counter are: its contents are
-    never read. In-place changes through `.data` go unseen, as they do for autograd.
+    never read. Changes through `.data`, numpy or DLPack go unseen, as they do for autograd.
     """
+    form = getattr(mask, "form", None)  # of a mask compiled ahead
+    if form is not None:
+        if form.tensors[0].device != device:
+            got, expected = f"compiled on {form.tensors[0].device}", f"compiled on {device}"
+            raise InvalidInput("mask", got, expected, "pass the device to mask.compile(...)")
+        return form
     if any(leaf.is_inference() for leaf in mask.leaves):  # no version counter: nothing to go by
         return compile_mask(mask, extent, device)
     # A weak reference keeps the storage's address from being used again, not its memory.
@@ -48,8 +74,7 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key][0]
-    # A mask compiled ahead brings its form; keeping the first one keeps what is planned for it.
-    form = getattr(mask, "form", None) or compile_mask(mask, extent, device)
+    form = compile_mask(mask, extent, device)
     with _lock:
         _cache[key] = form, storages
         gone = [k for k, (_, refs) in _cache.items() if any(ref.expired() for ref in refs)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anyflash.errors import InvalidInput
-from anyflash.masks.compiled import compile_mask
+from anyflash.masks.compiled import compile_mask, forget
 from anyflash.masks.index import Coordinates, Extent, Rows, grid
 
 NODES: dict[str, Any] = {}  # every kind of mask by its class name, as `text` spells it
@@ -89,8 +90,8 @@ class Mask:
         self, queries: int, keys: int, *, batch: int = 0, head: int = 0, tile: int = 64
     ) -> str:
         """A picture of one head, a character a tile: '·' skip, '▒' partial, '█' full."""
-        self.check_reach(queries, keys)
         extent = Extent(batch + 1, head + 1, queries, keys)
+        self.check_reach(extent)
         lines = []
         for q0 in range(0, queries, tile):
             index = grid(
@@ -121,12 +122,13 @@ class Mask:
 
     # What every mask answers. `check` raises InvalidInput; the others may assume that it passed.
 
-    def check_reach(self, queries: int, keys: int) -> None:
-        """Raise InvalidInput if rows or keys below these numbers are beyond the mask's tensors."""
+    def check_reach(self, least: Extent) -> None:
+        """Raise InvalidInput if the mask's tensors do not reach as far as `least`: they may hold
+        more rows and keys, and more of a batch, but not fewer."""
         for field in fields(self):  # type: ignore[arg-type]
             inner = getattr(self, field.name)
             if isinstance(inner, Mask):
-                inner.check_reach(queries, keys)
+                inner.check_reach(least)
 
     def check(self, extent: Extent) -> None:
         """Raise InvalidInput if the mask's tensors do not fit the problem."""
@@ -154,6 +156,28 @@ def from_text(text: str, leaves: Iterable[Tensor]) -> Mask | None:
     return _builder(text)(iter(leaves)) if text else None
 
 
+# Masks that travel by name: what holds a function, or a form that plans are kept for.
+_by_number: weakref.WeakValueDictionary[int, Mask] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(mask: Mask) -> str:
+    """A text by which `from_text` finds this very mask while it lives."""
+    number = next(_numbers)
+    _by_number[number] = mask
+    weakref.finalize(mask, forget, number).atexit = False
+    return f"#{number}"
+
+
+def numbered(number: int) -> Mask:
+    mask = _by_number.get(number)
+    if mask is None:
+        got = f"mask number {number}, which no longer exists"
+        expected = "a mask that lives until its backward pass has run"
+        raise InvalidInput("mask", got, expected)
+    return mask
+
+
 @lru_cache(maxsize=256)
 def _builder(text: str) -> Callable[[Iterator[Tensor]], Mask]:
     """Parse once per expression; the result only takes leaves in order."""
@@ -167,7 +191,7 @@ def _builder(text: str) -> Callable[[Iterator[Tensor]], Mask]:
             return next
         if word.startswith("#"):
             number = int(word[1:])
-            return lambda leaves: NODES["Function"].numbered(number)
+            return lambda leaves: numbered(number)
         if word not in NODES:
             value = None if word == "None" else int(word) if word.lstrip("-").isdigit() else word
             return lambda leaves: value

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anyflash.masks.index import Coordinates, Expression, Extent, Ints, Rows
 from anyflash.masks.tiles import GRANULE, tiles_in
 
 MOST = 2  # intervals per row that a kernel reads
+TILES = 256  # key tiles looked at at a time while building
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,42 +55,44 @@ def build(mask: Expression, extent: Extent, device: torch.device) -> RowInterval
     row = torch.arange(extent.queries, device=device).unsqueeze(0)
     lo, hi = mask.intervals(Rows(batch, row, extent.keys - extent.queries, extent.keys))
     lo, hi = (x.expand(x.shape[0], extent.queries, x.shape[2]) for x in (lo, hi))
-    touched = _touched(lo, hi, extent)
-    ranges = [_range(touched, dim=2), _range(touched, dim=1)]
-    return RowIntervals(extent, torch.stack([lo, hi], -1).int(), *ranges)
+    first, last = _hulls(lo, hi, extent)
+    steps = torch.arange(tiles_in(extent.keys), device=device).split(TILES)
+    touched = (((t >= first) & (t < last)).any(-1) for t in (s.view(1, 1, -1, 1) for s in steps))
+    by_key = [_range(part) for part in touched]  # a few key tiles at a time: O(S) memory
+    query_tiles = torch.cat(by_key, 1) if by_key else lo.new_zeros((lo.shape[0], 0, 2)).int()
+    some = (first < last).any(-1).squeeze(2)
+    lowest = torch.where(first < last, first, tiles_in(extent.keys)).amin(-1).squeeze(2)
+    key_tiles = torch.stack([lowest * some, last.amax(-1).squeeze(2) * some], -1).int()
+    return RowIntervals(extent, torch.stack([lo, hi], -1).int(), key_tiles, query_tiles)
 
 
-def _touched(lo: Tensor, hi: Tensor, extent: Extent) -> Tensor:
-    """(B, query tiles, key tiles): whether some row of the tile has an interval in the key tile.
-
-    Between the first and the last key that a query tile sees in one interval slot, key tiles that
-    no row needs are touched too: ranges are hulls.
-    """
-    tiles_q, tiles_k = tiles_in(extent.queries), tiles_in(extent.keys)
-    pad = (0, 0, 0, tiles_q * GRANULE - extent.queries)
+def _hulls(lo: Tensor, hi: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
+    """Key tiles [first, last) from the first to the last key that the rows of a query tile see, for
+    each interval slot: (B, query tiles, 1, n). Tiles between them that no row needs count too."""
+    tiles = tiles_in(extent.queries)
+    if lo.shape[2] == 0 or tiles == 0:
+        nothing = lo.new_zeros((lo.shape[0], tiles, 1, 1))
+        return nothing, nothing
+    pad = (0, 0, 0, tiles * GRANULE - extent.queries)
     empty = lo >= hi
-    lo = torch.nn.functional.pad(torch.where(empty, extent.keys, lo), pad, value=extent.keys)
-    hi = torch.nn.functional.pad(torch.where(empty, 0, hi), pad, value=0)
-    shape = (lo.shape[0], tiles_q, GRANULE, lo.shape[2])
-    first = (
-        lo.view(shape).amin(2, keepdim=True) // GRANULE
-        if tiles_q
-        else lo.new_zeros(shape[0], 0, 1, shape[3])
-    )
-    last = -(-hi.view(shape).amax(2, keepdim=True) // GRANULE) if tiles_q else first
-    tile = torch.arange(tiles_k, device=lo.device).view(1, 1, -1, 1)
-    return ((tile >= first) & (tile < last)).any(-1)
+    lo = F.pad(torch.where(empty, extent.keys, lo), pad, value=extent.keys)
+    hi = F.pad(torch.where(empty, 0, hi), pad, value=0)
+    shape = (lo.shape[0], tiles, GRANULE, lo.shape[2])
+    first = lo.view(shape).amin(2, keepdim=True) // GRANULE
+    return first, -(-hi.view(shape).amax(2, keepdim=True) // GRANULE)
 
 
-def _range(touched: Tensor, dim: int) -> Tensor:
-    """First and one-past-last True along `dim`, int32 (B, tiles, 2); (0, 0) if there is none."""
-    size = touched.shape[dim]
-    shape = [s for d, s in enumerate(touched.shape) if d != dim]
+def _range(touched: Tensor) -> Tensor:
+    """First and one-past-last True of (B, query tiles, key tiles) for each key tile: int32 (B, key
+    tiles, 2); (0, 0) if there is none."""
+    size = touched.shape[1]
     if size == 0:
-        return torch.zeros([*shape, 2], dtype=torch.int32, device=touched.device)
-    some = touched.any(dim)
-    first = touched.int().argmax(dim)
-    last = size - touched.flip(dim).int().argmax(dim)
+        return torch.zeros(
+            (touched.shape[0], touched.shape[2], 2), dtype=torch.int32, device=touched.device
+        )
+    some = touched.any(1)
+    first = touched.int().argmax(1)
+    last = size - touched.flip(1).int().argmax(1)
     return torch.stack([first * some, last * some], -1).int()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyflash.errors import InvalidInput
 from anyflash.masks.compiled import Form
-from anyflash.masks.expression import Mask
+from anyflash.masks.expression import Mask, register
 from anyflash.masks.index import Coordinates, Extent, Rows, readable
 from anyflash.masks.intervals import RowIntervals, compact
 from anyflash.masks.tiles import TileMap
@@ -24,11 +24,19 @@ class At(Mask):
     q_positions: Tensor
     k_positions: Tensor
 
-    def check_reach(self, queries: int, keys: int) -> None:
+    def check_reach(self, least: Extent) -> None:
         ends = len(self.q_positions), len(self.k_positions)
-        if queries > ends[0] or keys > ends[1]:
-            expected = f"positions of at least {queries} queries and {keys} keys"
+        if least.queries > ends[0] or least.keys > ends[1]:
+            expected = f"positions of at least {least.queries} queries and {least.keys} keys"
             raise InvalidInput("mask at", f"{ends[0]} and {ends[1]} positions", expected)
+        for name, positions in (("q", self.q_positions), ("k", self.k_positions)):
+            if not readable(positions):
+                return
+            if positions.numel() and int(positions.min()) < 0:
+                got = f"{int(positions.min())}"
+                raise InvalidInput(f"mask at({name}_positions)", got, "positions ≥ 0")
+        reach = least._replace(queries=_end(self.q_positions), keys=_end(self.k_positions))
+        self.operand.check_reach(reach)
 
     def check(self, extent: Extent) -> None:
         for name, positions, length in (
@@ -37,10 +45,7 @@ class At(Mask):
         ):
             if positions.shape[0] != length:
                 raise InvalidInput(f"mask at({name})", tuple(positions.shape), f"({length},)")
-            if positions.numel() and readable(positions) and int(positions.min()) < 0:
-                raise InvalidInput(f"mask at({name})", f"{int(positions.min())}", "positions ≥ 0")
-        if readable(self.q_positions) and readable(self.k_positions):
-            self.operand.check_reach(_end(self.q_positions), _end(self.k_positions))
+        self.check_reach(extent)
 
     def visible(self, at: Coordinates) -> Tensor:
         q, k = self.q_positions.to(at.row.device).long(), self.k_positions.to(at.row.device).long()
@@ -130,11 +135,10 @@ class Compiled(Mask):
         self.form: Form = {"RowIntervals": RowIntervals, "TileMap": TileMap}[kind](
             self.extent, *tensors
         )
-        self.text = f"Compiled({kind},{batch},{heads},{queries},{keys}{',t' * len(tensors)})"
-        self.leaves = tensors
+        self.text, self.leaves = register(self), ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Compiled, (type(self.form).__name__, *self.extent, *self.leaves)
+        return Compiled, (type(self.form).__name__, *self.extent, *self.form.tensors)
 
     def check(self, extent: Extent) -> None:
         if extent != self.extent:
@@ -144,10 +148,10 @@ class Compiled(Mask):
                 "mask", f"a mask compiled for {tuple(self.extent)}", expected, advice
             )
 
-    def check_reach(self, queries: int, keys: int) -> None:
-        if queries > self.extent.queries or keys > self.extent.keys:
-            expected = f"at least {queries} queries and {keys} keys"
-            raise InvalidInput("mask", f"a mask compiled for {tuple(self.extent)}", expected)
+    def check_reach(self, least: Extent) -> None:
+        if any(size < needed for size, needed in zip(self.extent, least, strict=True)):
+            got = f"a mask compiled for {tuple(self.extent)}"
+            raise InvalidInput("mask", got, f"one for at least {tuple(least)}")
 
     def visible(self, at: Coordinates) -> Tensor:
         return self.form.visible(at)

@@ -169,7 +169,8 @@ def byte_table(zero: float, one: float, dtype: torch.dtype, device: torch.device
     """(256, 8): the bits of each byte, spelled as two values."""
     byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
     ones = (byte.unsqueeze(-1) >> bit) & 1 == 1
-    return torch.where(ones, torch.tensor(one, dtype=dtype), torch.tensor(zero, dtype=dtype))
+    values = torch.tensor([zero, one], dtype=dtype, device=device)
+    return values[ones.long()]
 
 
 def _classify(words: Tensor, keys: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ def serves(q: Tensor, v: Tensor, rules: Rules) -> bool:
     """Whether the fused kernel computes these scores: finite inputs, masks and biases at most."""
     plain = not (rules.softcap or rules.dropout or rules.strict)
     by_sequence = rules.packed is not None and (rules.bias is not None or rules.alibi is not None)
-    return plain and not by_sequence and rules.scale > 0 and q.shape[-1] > 0 and v.shape[-1] > 0
+    scaled = rules.scale >= torch.finfo(torch.float32).tiny  # below, it is 0 in the kernel
+    return plain and not by_sequence and scaled and q.shape[-1] > 0 and v.shape[-1] > 0
 
 
 def serves_whole(rules: Rules) -> bool:
@@ -119,11 +120,10 @@ def _mask(rules: Rules, batch: Batch, dtype: torch.dtype) -> Tensor | None:
 
 
 def whole_bias(q: Tensor, rules: Rules) -> Tensor | None:
-    """The bias as the kernel reads it in place, broadcast or not: q's dtype or float32."""
+    """The bias as the kernel reads it in place, broadcast or not: in q's dtype, or in float32
+    beside 16 bits (beside float64 it would read a float32 one as if it were wider)."""
     bias = rules.bias
-    if bias is None or bias.dtype in (q.dtype, torch.float32):
-        return bias
-    return bias.to(accumulation_dtype(q.dtype))
+    return bias if bias is None or bias.dtype == q.dtype else bias.to(accumulation_dtype(q.dtype))
 
 
 def _without_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -152,4 +152,5 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, T
     if sink is None:
         return out, lse
     whole = torch.logaddexp(lse, sink.to(lse.dtype))
-    return out * torch.exp(lse - whole).unsqueeze(-1).to(out.dtype), whole
+    share = torch.exp(lse - torch.where(whole == -torch.inf, 0, whole))
+    return out * share.unsqueeze(-1).to(out.dtype), whole

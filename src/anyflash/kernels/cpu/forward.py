@@ -32,7 +32,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tens
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     if sum(batch.rows_computed for batch in work) < lse.numel():  # some rows attend nothing
         out.zero_()
-        lse.copy_(torch.full((1,), -torch.inf) if rules.sink is None else rules.sink.view(1, -1, 1))
+        lse.copy_(
+            lse.new_full((1,), -torch.inf) if rules.sink is None else rules.sink.view(1, -1, 1)
+        )
     for batch in work:
         part, part_lse = step(batch.rows(q), batch.keys(k), batch.keys(v), rules, batch)
         batch.write_rows(out, part)

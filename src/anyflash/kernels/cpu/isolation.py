@@ -67,7 +67,7 @@ def _only(saved: Saved, rows: Tensor) -> Saved:
 
 def _rows_that_see(bad: Tensor, q: Tensor, rules: Rules) -> Tensor:
     """Query rows (B, H, Sq) that attend one of the keys `bad` (B, H, Sk)."""
-    rows = torch.zeros((*q.shape[:3], 1), dtype=torch.bool)
+    rows = torch.zeros((*q.shape[:3], 1), dtype=torch.bool, device=q.device)
     for batch in plan(rules.form, q.shape[0], rules.heads, forward_kernel.BUDGET):
         seen = batch.keys(bad.unsqueeze(-1)).mT
         if batch.masked:

@@ -26,7 +26,7 @@ def additive(form: Form, batch: Batch, dtype: torch.dtype) -> Tensor:
     """The same as 0 where attended and −inf where not."""
     if isinstance(form, RowIntervals):
         # One pass, where a tensor of zeros filled with a mask would be three.
-        values = torch.tensor([0.0, -torch.inf], dtype=dtype)
+        values = torch.tensor([0.0, -torch.inf], dtype=dtype, device=form.bounds.device)
         return torch.where(_outside(form, batch), values[1], values[0])
     return _unpack(form, batch, byte_table(-torch.inf, 0.0, dtype, form.bits.device))
 
@@ -49,14 +49,22 @@ def _edges_of(form: RowIntervals, batch: Batch) -> Edges:
     shared = form.bounds.shape[0] == 1
     bounds = torch.stack([form.bounds[0 if shared else p.batch[0], slice(*p.rows)] for p in pieces])
     if all(len(p.keys) == 1 for p in pieces):
-        starts = torch.tensor([p.keys[0][0] for p in pieces], dtype=torch.int32)
+        starts = torch.tensor(
+            [p.keys[0][0] for p in pieces], dtype=torch.int32, device=form.bounds.device
+        )
         bounds = bounds - starts.view(-1, 1, 1, 1)
         if (bounds == bounds[:1]).all():  # as in the middle of a window: one mask for all
             bounds = bounds[:1].clone()
-        keys, last = torch.arange(pieces[0].width, dtype=torch.int32), pieces[0].width
+        keys, last = (
+            torch.arange(pieces[0].width, dtype=torch.int32, device=form.bounds.device),
+            pieces[0].width,
+        )
     else:
         listed = [[j for start, stop in p.keys for j in range(start, stop)] for p in pieces]
-        keys, last = torch.tensor(listed, dtype=torch.int32).unsqueeze(1), form.extent.keys
+        keys, last = (
+            torch.tensor(listed, dtype=torch.int32, device=form.bounds.device).unsqueeze(1),
+            form.extent.keys,
+        )
     slots: list[tuple[Tensor | None, Tensor | None]] = []
     for slot in range(bounds.shape[2]):
         lo, hi = bounds[:, :, slot, :1], bounds[:, :, slot, 1:]
@@ -75,7 +83,9 @@ def _outside(form: RowIntervals, batch: Batch) -> Tensor:
     for lo, hi in slots:
         parts = ([] if lo is None else [keys < lo]) + ([] if hi is None else [keys >= hi])
         if not parts:  # an interval that has every key: nothing is outside
-            return torch.zeros((1, 1, 1), dtype=torch.bool).expand(*shape, keys.shape[-1])
+            return torch.zeros((1, 1, 1), dtype=torch.bool, device=keys.device).expand(
+                *shape, keys.shape[-1]
+            )
         beside = parts[0] if len(parts) == 1 else parts[0].logical_or_(parts[1])
         outside = beside if outside is None else outside.logical_and_(beside)
     if outside is None:

@@ -154,7 +154,8 @@ def plan(form: Form, batch: int, heads: Sequence[int], budget: Budget) -> list[B
     A batch element's cut depends on its own mask alone: what a row gets, to the bit, must not
     depend on its neighbours.
     """
-    key = batch, *heads, budget
+    by_head = isinstance(form, TileMap) and form.kinds.shape[1] > 1
+    key = batch, tuple(heads) if by_head else len(heads), budget
     plans = _plans.setdefault(form, {})
     if key not in plans:
         cut = _cut_apart if form.tensors[0].shape[0] > 1 else _cut_together
@@ -266,7 +267,10 @@ def _spans_of_intervals(form: RowIntervals, block: int, exact: bool) -> Found:
     blocks = -(-lo.shape[1] // block)
     pad = (0, 0, 0, blocks * block - lo.shape[1])
     used, lo, hi = (F.pad(x, pad).unflatten(1, (blocks, block)) for x in (lo < hi, lo, hi))
-    beyond = torch.arange(blocks * block).view(1, blocks, block, 1) >= form.bounds.shape[1]
+    beyond = (
+        torch.arange(blocks * block, device=lo.device).view(1, blocks, block, 1)
+        >= form.bounds.shape[1]
+    )
     first = torch.where(used, lo, keys).amin(2).tolist()  # (B, blocks, n)
     last = torch.where(used, hi, 0).amax(2).tolist()
     # What every row sees of the first interval; rows beyond the last do not count.
@@ -290,7 +294,7 @@ def _spans_of_tiles(form: TileMap, block: int, heads: Sequence[int]) -> Found:
     per_block = block // GRANULE
     kinds = F.pad(form.kinds[:, heads], (0, 0, 0, -form.kinds.shape[2] % per_block))
     kinds = kinds.unflatten(2, (-1, per_block))
-    exists = torch.arange(kinds.shape[2] * per_block) < form.kinds.shape[2]
+    exists = torch.arange(kinds.shape[2] * per_block, device=kinds.device) < form.kinds.shape[2]
     needed = (kinds != SKIP).any(3)
     partial = ((kinds != FULL) & exists.view(1, 1, -1, per_block, 1)).any(3) & needed
     pad = (0, kinds.shape[2] * block - form.extent.queries)

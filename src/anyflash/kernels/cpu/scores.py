@@ -6,6 +6,7 @@ in units of the exponential that is fast, see `Unit`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from anyflash.kernels.cpu.masking import hidden
 from anyflash.kernels.cpu.pieces import Batch
-from anyflash.masks.compiled import Form, compiled
-from anyflash.masks.expression import Mask
+from anyflash.masks.compiled import Form
 from anyflash.masks.index import Coordinates, Extent
 from anyflash.masks.places import Packed
 from anyflash.numerics import LOG2E, accumulation_dtype, visible_product
-from anyflash.rng import keep_elements
+from anyflash.rng import keep_elements, keep_mask
 
 
 class Unit(NamedTuple):
@@ -64,8 +64,8 @@ class Rules:
     bias: Tensor | None  # (1|B, 1|H, 1|Sq, 1|Sk)
     alibi: Tensor | None  # (1|B, H)
     sink: Tensor | None  # (H,)
-    mask: Mask
     extent: Extent
+    form_of: Callable[[], Form]
     full: bool  # the mask masks nothing
     causal: bool  # it is exactly causal, with as many queries as keys
     heads: range
@@ -76,7 +76,7 @@ class Rules:
     @property
     def form(self) -> Form:
         """What kernels read of the mask; where one call of the fused kernel serves, nobody asks."""
-        return compiled(self.mask, self.extent, torch.device("cpu"))
+        return self.form_of()
 
     def of_heads(self, heads: slice) -> Rules:
         """The same for some of the heads."""
@@ -113,6 +113,21 @@ class Places:
     def columns(self, start: int, stop: int) -> Coordinates:
         """For keys start:stop of each piece."""
         return self.at._replace(key=self.at.key[..., start:stop])
+
+    def kept(self, seed: Tensor, start: int, stop: int) -> Tensor:
+        """Which scores of keys start:stop dropout keeps, (N, B, H, R, C)."""
+        at, rules = self.columns(start, stop), self.rules
+        heads = torch.tensor(rules.heads, device=at.head.device)
+        head = at.batch * rules.heads_total + heads[at.head]
+        if rules.packed is not None:
+            return keep_elements(seed, head, at.row, at.key, rules.dropout)
+        # One draw for four scores, where rows and keys are the same for all heads of a piece.
+        return torch.stack(
+            [
+                keep_mask(seed, h[..., 0, 0], r.flatten(), k.flatten(), rules.dropout)
+                for h, r, k in zip(head, at.row, at.key, strict=True)
+            ]
+        )
 
     def bias(self, start: int, stop: int, dtype: torch.dtype) -> Tensor | None:
         """Bias and ALiBi of keys start:stop, broadcastable to (N, B, H, R, C)."""
@@ -162,8 +177,8 @@ class Tile:
         sink = self.rules.sink
         if sink is None:
             return None
-        logits = self.places.batch.heads(sink).unsqueeze(-1) * self.unit.per_nat
-        return logits.to(accumulation_dtype(q.dtype)).expand(*q.shape[:-1], 1)
+        logits = self.places.batch.heads(sink).to(accumulation_dtype(q.dtype)).unsqueeze(-1)
+        return (logits * self.unit.per_nat).expand(*q.shape[:-1], 1)
 
     def scores(self, queries: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Masked scores in units, and tanh of the softcap if there is one.
@@ -187,9 +202,7 @@ class Tile:
         rules = self.rules
         if not rules.dropout or rules.seed is None:
             return None
-        at = self.places.columns(self.start, self.stop)
-        head = at.batch * rules.heads_total + torch.tensor(rules.heads)[at.head]
-        kept = keep_elements(rules.seed, head, at.row, at.key, rules.dropout).to(dtype)
+        kept = self.places.kept(rules.seed, self.start, self.stop).to(dtype)
         return kept / (1 - rules.dropout) if rules.dropout < 1 else kept
 
     def product(self, weights: Tensor, values: Tensor, *, transposed: bool = False) -> Tensor:
@@ -206,7 +219,13 @@ class Tile:
             return
         index = bias_index(dbias, self.places.columns(self.start, self.stop))
         shape = torch.broadcast_shapes(*(i.shape for i in index))
-        dbias.index_put_(index, ds.sum_to_size(shape), accumulate=True)
+        # In one dimension index_add_ goes in order; index_put_ may not, and sequences share biases.
+        sums = torch.zeros(dbias.shape, dtype=dbias.dtype, device=dbias.device)
+        place = sum(i * step for i, step in zip(index, sums.stride(), strict=True))
+        sums.view(-1).index_add_(
+            0, torch.as_tensor(place).flatten(), ds.sum_to_size(shape).flatten()
+        )
+        dbias.add_(sums)
 
 
 def bias_index(bias: Tensor, at: Coordinates) -> tuple[Tensor, ...]:
