@@ -78,7 +78,7 @@ def test_the_strategy_draws_every_kind():
             if f"{kind}(" in drawn_node.mask.text:
                 drawn.add(kind)
         if "#" in drawn_node.mask.text:
-            drawn |= {"Function", "Compiled"}  # both travel by number
+            drawn.update(("Function", "Compiled"))  # both travel by number
         drawn.add(("bound", drawn_node.bound))
         seen = truth(drawn_node, extent)
         drawn.add(("empty rows", bool(seen.size and (~seen.any(-1)).any() and seen.any())))
