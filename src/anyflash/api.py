@@ -91,7 +91,9 @@ def attention(
     Precision: scores, softmax and sums in float32 (float64 for float64 inputs). A row that attends
     nothing gives 0 and lse −inf (the sink's logit with a sink), and zero gradients. Masked slots
     never change a result, whatever they hold. Gradients: q, k, v, bias, sink and lse, twice
-    differentiable.
+    differentiable. Backward has the weights as exp(score − lse) from the saved lse, so where |lse|
+    is so large that its last digit counts (1e6 for float32: a whole row of biases near finfo.min),
+    gradients of that row lose digits; forward does not.
 
     Raises:
         InvalidInput: a malformed argument, named; before any work.
