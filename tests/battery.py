@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -80,20 +80,9 @@ class Battery:
         for name, values in rows.items():
             if name in metafunc.fixturenames:
                 named = {f"{_short(self._dtype(r))}-{r}": r for r in values[: self.most_rows]}
-                marked = [
-                    pytest.param(row, id=full, marks=self._expected(full))
-                    for full, row in named.items()
-                ]
-                metafunc.parametrize(name, marked)
+                metafunc.parametrize(name, named.values(), ids=named)
         if "dtype" in metafunc.fixturenames:
             metafunc.parametrize("dtype", self.dtypes, ids=map(_short, self.dtypes))
-
-    # Rows that are known to fail, by the name that pytest gives them, each with its reason.
-    known: ClassVar[dict[str, str]] = {}
-
-    def _expected(self, name: str) -> list[pytest.MarkDecorator]:
-        reason = self.known.get(name)
-        return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=False)]
 
     @pytest.fixture(autouse=True)
     def fresh_memory_is_nan(self) -> Iterator[None]:

@@ -70,18 +70,30 @@ class Arguments(NamedTuple):
     precision: str | None
     backend: str | None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:10]  # all but those of the mask
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        return self[11:]  # and names: all behind the tensors
+
     def parse(self) -> tuple[Inputs, Options]:
-        options = Options(
-            default_scale(self.q.shape[-1]) if self.scale is None else self.scale,
-            *self[13:19],
-        )
-        return Inputs(*self[:10], from_text(self.mask, self.mask_leaves)), options
+        scale = default_scale(self.q.shape[-1]) if self.scale is None else self.scale
+        inputs = Inputs(*self[:10], from_text(self.mask, self.mask_leaves))
+        return inputs, Options(scale, *self[13:19])
 
     def key(self) -> tuple[Any, ...]:
         """All that decides a dense call with a mask without tensors."""
-        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in self[:7]]
-        return *tensors, *self[11:]
+        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors]
+        return *tensors, *self.numbers
 
+
+# Where arguments are: those that get a gradient, and the list of a mask's tensors.
+LEAVES = tuple(map(Arguments._fields.index, ("q", "k", "v", "bias", "sink")))
+LISTED = Arguments._fields.index("mask_leaves")
+COUNT = len(Arguments._fields)
+BEFORE = len(("dout", "dlse", "out", "lse", "needs"))  # of attention_backward
 
 # Calls whose check depends on shapes alone, as (problem, backend): after a large call the checks
 # run from cold caches and take half a millisecond.
@@ -130,8 +142,8 @@ def backward(
     for like, need, gradient, of_heads in zip(_leaves(call), needs, found, OF_HEADS, strict=True):
         if like is None or not need or gradient is None:
             results.append(call.q.new_empty(0))
-            continue
-        results.append(_laid_out(gradient, of_heads and like.ndim == 4))
+        else:
+            results.append(_laid_out(gradient, of_heads and like.ndim == 4))
     return tuple(results)
 
 
@@ -146,11 +158,10 @@ def double_backward(
         inputs, options, dout, dlse, Gradients(*incoming), accumulation_dtype(call.q.dtype)
     )
     likes = (*_leaves(call), dout, dlse)
-    results = [
+    return tuple(
         call.q.new_empty(0) if like is None or g is None else g.to(like.dtype).contiguous()
         for like, g in zip(likes, (*found, ddout, ddlse), strict=True)
-    ]
-    return tuple(results)
+    )
 
 
 def _swapped(x: Tensor) -> bool:
@@ -194,15 +205,8 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _empty_out(call), call.q.new_empty(shape, dtype=accumulation_dtype(call.q.dtype))
 
 
-def _fake_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needs: list[bool],
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    call = Arguments(*arguments)
+def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
+    needs, call = given[BEFORE - 1], Arguments(*given[BEFORE:])
     results = []
     for like, need, of_heads in zip(_leaves(call), needs, OF_HEADS, strict=True):
         if like is None or not need:
@@ -244,7 +248,6 @@ def _outside_autocast(kernel: Any) -> Any:
     return run
 
 
-COUNT = len(Arguments._fields)
 for _name, _kernel, _fake in KERNELS:
     LIBRARY.impl(_name, _outside_autocast(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"anyflash::{_name}", _fake, lib=LIBRARY)
@@ -253,14 +256,14 @@ for _name, _kernel, _fake in KERNELS:
 def _save(ctx: Any, tensors: list[Tensor | None], arguments: tuple[Any, ...]) -> None:
     """Keep a call for backward. save_for_backward watches the versions of its tensors."""
     call = Arguments(*arguments)
-    ctx.save_for_backward(*tensors, *call[:10], *call.mask_leaves)
-    ctx.extra, ctx.numbers = len(tensors), call[11:]
+    ctx.save_for_backward(*tensors, *call.tensors, *call.mask_leaves)
+    ctx.extra, ctx.numbers = len(tensors), call.numbers
     ctx.mask = from_text(call.mask, call.mask_leaves)  # keeps the function of from_function alive
 
 
 def _restore(ctx: Any) -> tuple[list[Tensor | None], Arguments]:
     saved = list(ctx.saved_tensors)
-    first = ctx.extra + 10
+    first = ctx.extra + LISTED
     fields: list[Any] = [*saved[ctx.extra : first], saved[first:], *ctx.numbers]
     return saved[: ctx.extra], Arguments(*fields)
 
@@ -272,20 +275,20 @@ def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     (out, lse), call = _restore(ctx)
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
+    needs = [ctx.needs_input_grad[i] for i in LEAVES]
     found = iter(attention_backward(dout, dlse, out, lse, needs, *call))
     gradients: list[Any] = [None] * COUNT
-    for place, need in zip((0, 1, 2, 3, 5), needs, strict=True):
+    for place, need in zip(LEAVES, needs, strict=True):
         gradient = next(found)
         gradients[place] = gradient if need else None
-    gradients[10] = [None] * len(call.mask_leaves)
+    gradients[LISTED] = [None] * len(call.mask_leaves)
     return tuple(gradients)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.needs = inputs[4]
-    _save(ctx, list(inputs[:2]), inputs[5:])
+    _save(ctx, list(inputs[:2]), inputs[BEFORE:])
 
 
 def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
@@ -296,13 +299,13 @@ def _backward_backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
     asked = zip(incoming, ctx.needs, _leaves(call), strict=True)
     real = [g if need and x is not None else None for g, need, x in asked]
     found = attention_double_backward(real, dout, dlse, *call)
-    gradients: list[Any] = [None] * (5 + COUNT)
+    gradients: list[Any] = [None] * (BEFORE + COUNT)
     for place, like, gradient in zip(
-        (5, 6, 7, 8, 10, 0, 1), (*_leaves(call), dout, dlse), found, strict=True
+        (*(BEFORE + i for i in LEAVES), 0, 1), (*_leaves(call), dout, dlse), found, strict=True
     ):
         if like is not None and ctx.needs_input_grad[place]:
             gradients[place] = gradient
-    gradients[15] = [None] * len(call.mask_leaves)
+    gradients[BEFORE + LISTED] = [None] * len(call.mask_leaves)
     return tuple(gradients)
 
 
@@ -374,8 +377,6 @@ class Operator:
 
 def _flat(gradients: Any) -> Any:
     """A Function's list argument has one gradient, None; a registered formula's has a list."""
-    if gradients is None:
-        return None
     return tuple(None if isinstance(g, list) else g for g in gradients)
 
 

@@ -201,6 +201,11 @@ def check_packing(name: str, value: object, expected: str) -> None:
         raise InvalidInput(name, f"layout {value.layout}", f"{expected}, strided (dense)")
 
 
+def in_four_dimensions(bias: Tensor) -> Tensor:
+    """A bias as (1|B, 1|Hq, 1|Sq, 1|Sk): a view."""
+    return bias[(None,) * (4 - bias.ndim)]
+
+
 def packed_mask(inputs: Inputs) -> Mask:
     """The mask of a packed call over its packed rows and keys: sequences never see each other."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:

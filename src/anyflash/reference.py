@@ -18,7 +18,7 @@ from torch import Tensor
 from anyflash.masks import from_tensor
 from anyflash.masks.index import Extent, grid
 from anyflash.numerics import visible_product
-from anyflash.problem import Gradients, Inputs, Options
+from anyflash.problem import Gradients, Inputs, Options, in_four_dimensions
 from anyflash.rng import keep_elements
 
 STRIP = 128  # query rows of a strip in double backward
@@ -153,7 +153,7 @@ def _double_backward_rows(
     u = attended(xq @ k.mT + q @ xk.mT) * options.scale
     m = u if slope is None else u * slope
     if xb is not None:
-        xb = _bias4(xb)
+        xb = in_four_dimensions(xb)
         m = m + (xb if xb.shape[2] == 1 else xb[:, :, rows])
     r = (p * m).sum(-1, keepdim=True)
     p_sink = p_sink_bar = torch.zeros_like(r)
@@ -212,7 +212,7 @@ def _cut(total: Gradients, one: Sequence) -> Gradients:
     )
     bias = total.bias
     if bias is not None and one.inputs.bias is not None:
-        full = _bias4(bias)
+        full = in_four_dimensions(bias)
         b = one.number if full.shape[0] > 1 else 0
         bias = full[b : b + 1, :, : one.inputs.bias.shape[2], : one.inputs.bias.shape[3]]
     return Gradients(q, k, v, bias, total.sink)
@@ -229,10 +229,6 @@ def _add(total: Gradients, part: Gradients, one: Sequence) -> None:
 
 def _leaves(inputs: Inputs) -> list[Tensor | None]:
     return [getattr(inputs, name) for name in _NAMES]
-
-
-def _bias4(bias: Tensor) -> Tensor:
-    return bias[(None,) * (4 - bias.ndim)]
 
 
 def _widen(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -264,7 +260,7 @@ def _weights(one: Sequence, options: Options, rows: slice) -> Weights:
         t = torch.tanh(s / options.softcap)
         s, slope = options.softcap * t, 1 - t * t
     if inputs.bias is not None:
-        bias = _bias4(inputs.bias)
+        bias = in_four_dimensions(inputs.bias)
         s = s + (bias if bias.shape[2] == 1 else bias[:, :, rows])
     if inputs.alibi is not None:
         slopes = inputs.alibi[..., None, None]
@@ -343,7 +339,7 @@ def _bias_gradient(inputs: Inputs, ds: Tensor, rows: slice) -> Tensor | None:
     """ds of some rows summed over what the bias broadcasts, in the bias' shape."""
     if inputs.bias is None:
         return None
-    bias = _bias4(inputs.bias)
+    bias = in_four_dimensions(inputs.bias)
     shape = [1 if b == 1 else d for b, d in zip(bias.shape, ds.shape, strict=True)]
     dbias = ds.sum_to_size(shape)
     if bias.shape[2] > 1:
@@ -381,7 +377,7 @@ def _sequences(inputs: Inputs) -> list[Sequence]:
         )
         bias, alibi, mask = inputs.bias, inputs.alibi, inputs.mask
         if bias is not None:
-            bias = _bias4(bias)
+            bias = in_four_dimensions(bias)
             bias = bias[n : n + 1] if bias.shape[0] > 1 else bias
             bias = bias[:, :, : q.shape[2], : k.shape[2]]
         if alibi is not None and alibi.ndim == 2:

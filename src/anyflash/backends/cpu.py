@@ -24,7 +24,15 @@ from anyflash.masks.compiled import compiled
 from anyflash.masks.index import Extent
 from anyflash.masks.places import Packed
 from anyflash.numerics import accumulation_dtype, all_finite
-from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved, packed_mask
+from anyflash.problem import (
+    Gradients,
+    Inputs,
+    Needs,
+    Problem,
+    Saved,
+    in_four_dimensions,
+    packed_mask,
+)
 
 name = "cpu"
 CPU = torch.device("cpu")
@@ -188,5 +196,5 @@ def _bias_of(bias: Tensor | None, heads: slice) -> Tensor | None:
     """A bias in four dimensions, for some heads."""
     if bias is None:
         return None
-    bias = bias[(None,) * (4 - bias.ndim)]
+    bias = in_four_dimensions(bias)
     return bias[:, heads] if bias.shape[1] > 1 else bias

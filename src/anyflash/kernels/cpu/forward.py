@@ -48,40 +48,48 @@ def forward_batch(
     """q (N, B, H, R, D), k (N, B, H, C, D), v → out (N, B, H, R, Dv), lse (N, B, H, R)."""
     dtype = accumulation_dtype(q.dtype)
     whole = Tile.of(rules, batch, dtype)
-    unit, queries = whole.unit, whole.queries(q.to(dtype))
-    sink = whole.sink(q)  # one more logit per row, with no value
-    top = queries.new_full((*q.shape[:-1], 1), -torch.inf) if sink is None else sink
-    total = torch.zeros_like(top) if sink is None else torch.ones_like(top)
+    queries = whole.queries(q.to(dtype))
+    sums = Sums(queries, whole)
     out = queries.new_zeros((*q.shape[:-1], v.shape[-1]))
     for keys in steps(k):
         tile = whole.columns(keys)
-        s, _ = tile.scores(queries, k[..., keys, :].to(dtype))
-        higher = torch.maximum(top, s.amax(-1, keepdim=True))
-        finite = torch.where(higher == -torch.inf, 0, higher)  # −inf − −inf would be NaN
-        p = unit.power_(s.sub_(finite))
-        decay = unit.power_(top - finite)
-        total = total * decay + p.sum(-1, keepdim=True)
+        p, decay = sums.add(tile.scores(queries, k[..., keys, :].to(dtype))[0])
         keep = tile.keep(dtype)
         part = tile.product(p if keep is None else p.mul_(keep), v[..., keys, :].to(dtype))
         out = part.add_(out.mul_(decay))
-        top = higher
     # A row with nothing: total is 0 and top −inf, so its lse is −inf and its output 0.
-    lse = ((top + unit.log(total)) / unit.per_nat).squeeze(-1)
-    return out.div_(torch.where(total == 0, 1, total)), lse
+    lse = (sums.log() / whole.unit.per_nat).squeeze(-1)
+    return out.div_(torch.where(sums.total == 0, 1, sums.total)), lse
 
 
-def log_sum(queries: Tensor, k: Tensor, whole: Tile, sink: Tensor | None) -> Tensor:
+def log_sum(queries: Tensor, k: Tensor, whole: Tile) -> Tensor:
     """log Σ base^score of each row, in units: (N, B, H, R, 1); −inf for a row with nothing."""
-    top = queries.new_full((*queries.shape[:-1], 1), -torch.inf) if sink is None else sink
-    total = torch.zeros_like(top) if sink is None else torch.ones_like(top)
+    sums = Sums(queries, whole)
     for keys in steps(k):
-        s, _ = whole.columns(keys).scores(queries, k[..., keys, :])
-        higher = torch.maximum(top, s.amax(-1, keepdim=True))
-        finite = torch.where(higher == -torch.inf, 0, higher)
-        part = whole.unit.power_(s.sub_(finite)).sum(-1, keepdim=True)
-        total = total * whole.unit.power_(top - finite) + part
-        top = higher
-    return top + whole.unit.log(total)
+        sums.add(whole.columns(keys).scores(queries, k[..., keys, :])[0])
+    return sums.log()
+
+
+class Sums:
+    """The online softmax: the highest score of each row so far, and Σ base^(score − highest)."""
+
+    def __init__(self, queries: Tensor, whole: Tile) -> None:
+        self.unit, sink = whole.unit, whole.sink(queries)  # one more logit, with no value
+        self.top = queries.new_full((*queries.shape[:-1], 1), -torch.inf) if sink is None else sink
+        self.total = torch.zeros_like(self.top) if sink is None else torch.ones_like(self.top)
+
+    def add(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in more scores (overwritten): their weights, and what all earlier ones shrink by."""
+        higher = torch.maximum(self.top, s.amax(-1, keepdim=True))
+        finite = torch.where(higher == -torch.inf, 0, higher)  # −inf − −inf would be NaN
+        p = self.unit.power_(s.sub_(finite))
+        decay = self.unit.power_(self.top - finite)
+        self.total = self.total * decay + p.sum(-1, keepdim=True)
+        self.top = higher
+        return p, decay
+
+    def log(self) -> Tensor:
+        return self.top + self.unit.log(self.total)
 
 
 def steps(k: Tensor) -> list[slice]:
