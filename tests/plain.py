@@ -165,3 +165,18 @@ def assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
             f"{what}: {count} of {same.numel()} differ, first at {where}: "
             f"{actual[where].item()!r} instead of {expected[where].item()!r}"
         )
+
+
+def assert_rounded(what: str, actual: Tensor, expected: Tensor) -> None:
+    """The same numbers, each sum perhaps in another order.
+
+    A matrix product picks its code by the strides and the alignment of its operands, and on some
+    processors (an AMD EPYC, in float64) that moves the last bit. A wrong element would be off by
+    far more than the 16 units in the last place of the largest value that are allowed here.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        assert_same(what, actual, expected)
+    largest = expected.abs().max().item()
+    error = (actual - expected).abs().max().item()
+    if not error <= 16 * torch.finfo(expected.dtype).eps * largest:
+        raise AssertionError(f"{what}: differs by {error}, the largest value being {largest}")
