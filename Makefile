@@ -6,20 +6,37 @@ VENV ?= .venv
 JOBS ?= 2
 # Not in the lock file: torch for Linux pins a Triton of its own, and a different pin beside it
 # cannot be resolved. It is installed afterwards, without dependencies.
-# A second environment: make test VENV=.venv-3.6 TRITON=3.6.0
 TRITON ?= 3.8.0
+# The oldest that the Gluon kernels support; its compiler orders less by itself. The Gluon tests
+# run under it as well: a folder that Python looks into before it looks into the environment.
+OLDEST_TRITON := 3.6.0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-triton-$(TRITON)
+OLDEST := $(abspath $(VENV)/triton-$(OLDEST_TRITON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint types bench clean
+# Triton exists only for Linux; elsewhere its tests skip themselves.
+ifeq ($(shell uname),Linux)
+TESTS := test-newest test-oldest
+else
+TESTS := test-newest
+endif
+
+.PHONY: demo test test-newest test-oldest lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/anyflash demo
 
-test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test: lint types $(TESTS)
+
+test-newest: $(STAMP)
+	$(PYTEST)
+
+test-oldest: $(OLDEST)/.installed
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import triton; assert triton.__version__ == '$(OLDEST_TRITON)', triton"
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/test_gluon_*.py $(wildcard tests/test_hopper*.py)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -44,4 +61,8 @@ $(STAMP): requirements-dev.lock pyproject.toml Makefile
 	$(PIP) install --no-compile -r requirements-dev.lock
 	$(PIP) install --no-compile --no-deps --no-build-isolation "triton==$(TRITON); sys_platform == 'linux'" -e .
 	rm -f $(VENV)/.installed-triton-*
+	touch $@
+
+$(OLDEST)/.installed: | $(STAMP)
+	$(PIP) install --no-compile --no-deps --upgrade --target $(OLDEST) triton==$(OLDEST_TRITON)
 	touch $@

@@ -10,3 +10,5 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 # Modules beside the tests that hold assertions of their own are rewritten as tests are.
 pytest.register_assert_rewrite("battery", "plain", "arena", "matrix")
+
+pytest_plugins = ["gluon_plugin"]

@@ -1,0 +1,1 @@
+"""Attention for Hopper (sm_90a) in Gluon, Triton's lower-level language."""
