@@ -118,6 +118,35 @@ def test_predicates_of_barriers_and_copies() -> None:
         run(copies, (1,), (descriptor(x, [16, 32]), descriptor(y, [16, 32]), 0, 0, 2))
 
 
+@g.jit
+def not_waited_for(source):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile = gl.allocate_shared_memory(source.dtype, source.block_shape, source.layout)
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, source.block_type.nbytes)
+    compat.async_load(source, [0, 0], bar, tile)
+
+
+def test_a_copy_that_nobody_waits_for() -> None:
+    x = descriptor(torch.zeros(16, 32), [16, 32])
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=r"waited for the TMA load|before the TMA load"):
+            run(not_waited_for, (1,), (x,), seed=seed)
+
+
+@g.jit
+def barrier_of(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=COUNT)
+    mbarrier.arrive(bar, count=ARRIVALS)
+
+
+@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (1, -1), (1, 2)])
+def test_counts_that_no_barrier_has(counts: tuple[int, int]) -> None:
+    with pytest.raises(EmulatorError, match=r"count|arrivals"):
+        run(barrier_of, (1,), counts)
+
+
 # Between partitions.
 
 
@@ -262,6 +291,47 @@ def test_wgmma_with_a_fault(fault: dict, message: str) -> None:
             multiply(seed, **fault)
 
 
+@g.jit
+def one_thread_says_so(a, ready, source, MEET: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    mbarrier.wait(ready.index(0), 0)
+    acc = warpgroup_mma(a, a, gl.zeros([64, 64], gl.float32, layout), is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    if MEET:
+        mbarrier.arrive(ready.index(1), count=1)
+    else:
+        mbarrier.expect(ready.index(1), 0)
+
+
+@g.jit
+def loads_again(a, ready, source):
+    mbarrier.expect(ready.index(0), source.block_type.nbytes)
+    compat.async_load(source, [0, 0], ready.index(0), a)
+    mbarrier.wait(ready.index(1), 0)
+    mbarrier.expect(ready.index(2), source.block_type.nbytes)
+    compat.async_load(source, [0, 0], ready.index(2), a)
+    mbarrier.wait(ready.index(2), 0)
+
+
+@g.jit
+def reloads(source, MEET: gl.constexpr):
+    a = gl.allocate_shared_memory(source.dtype, [64, 64], source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(ready.index(i), count=1)
+    gl.warp_specialize([
+        (one_thread_says_so, (a, ready, source, MEET)), (loads_again, (a, ready, source)),
+    ], [1], [24])  # fmt: skip
+
+
+@pytest.mark.parametrize(("meet", "expected"), [(True, None), (False, Race)])
+def test_expect_says_nothing_of_the_products_of_other_warps(meet: bool, expected: Any) -> None:
+    x = descriptor(torch.zeros(64, 64, dtype=torch.bfloat16), [64, 64])
+    assert verdicts(lambda s: run(reloads, (1,), (x, meet), seed=s)) == [expected] * len(SEEDS)
+
+
 # Views of shared memory.
 
 
@@ -329,6 +399,14 @@ def named(TEXT: gl.constexpr, OTHER: gl.constexpr):
     )
 
 
+@g.jit
+def pure():
+    gl.inline_asm_elementwise(
+        "bar.sync 8, 128; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
 SYNC = "bar.sync 8, 256; mov.u32 $0, 0;"
 
 
@@ -351,6 +429,8 @@ def test_named_barriers() -> None:
                 run(named, (1,), (), {"TEXT": text, "OTHER": other}, seed=seed)
             said.append(str(found.value))
         assert any(message in text for text in said)
+    with pytest.raises(EmulatorError, match="needs is_pure=False"):
+        run(pure, (1,))
     with pytest.raises(NotEmulated, match="no emulation of the inline assembly 'nanosleep"):
         run(named, (1,), (), {"TEXT": "nanosleep.u32 5;", "OTHER": SYNC})
 

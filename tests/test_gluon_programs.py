@@ -76,22 +76,25 @@ def test_interleaved_stores_are_told_apart() -> None:
 
 
 @g.jit
-def passes_on(flag, data, out, RELEASE: gl.constexpr, ACQUIRE: gl.constexpr, MEET: gl.constexpr):
+def passes_on(flag, data, out, RELEASE: gl.constexpr, ACQUIRE: gl.constexpr, MEET: gl.constexpr,
+              SCOPE: gl.constexpr):  # fmt: skip
     i = gl.arange(0, 8)
     if gl.program_id(0) == 0:
         gl.store(data + i, i * 3)
         if MEET:
             compat.barrier()
-        gl.atomic_xchg(flag, 1, sem=RELEASE)
+        gl.atomic_xchg(flag, 1, sem=RELEASE, scope=SCOPE)
     else:
-        while gl.atomic_add(flag, 0, sem=ACQUIRE) == 0:
+        while gl.atomic_add(flag, 0, sem=ACQUIRE, scope=SCOPE) == 0:
             pass
         gl.store(out + i, gl.load(data + i))
 
 
-def pass_on(seed: int, release: str, acquire: str, meet: bool = True, resident: int = 2) -> None:
+def pass_on(
+    seed: int, release: str, acquire: str, meet: bool = True, resident: int = 2, scope: str = "gpu"
+) -> None:
     flag, data, out = (torch.zeros(8, dtype=torch.int32) for _ in range(3))
-    lines = {"RELEASE": release, "ACQUIRE": acquire, "MEET": meet}
+    lines = {"RELEASE": release, "ACQUIRE": acquire, "MEET": meet, "SCOPE": scope}
     run(passes_on, (2,), (flag, data, out), lines, seed=seed, resident=resident)
     assert out.tolist() == list(range(0, 24, 3))
 
@@ -103,8 +106,13 @@ def test_release_and_acquire() -> None:
 
 @pytest.mark.parametrize(
     "lines",
-    [("relaxed", "acquire"), ("release", "relaxed"), ("release", "acquire", False)],
-    ids=["no release", "no acquire", "the stores of other threads"],
+    [
+        ("relaxed", "acquire"),
+        ("release", "relaxed"),
+        ("release", "acquire", False),
+        ("release", "acquire", True, 2, "cta"),
+    ],
+    ids=["no release", "no acquire", "the stores of other threads", "within a program"],
 )
 def test_a_message_with_a_fault(lines: tuple) -> None:
     assert verdicts(lambda seed: pass_on(seed, *lines)) == [Race] * len(SEEDS)
@@ -121,7 +129,7 @@ def test_a_program_that_waits_for_one_that_cannot_start() -> None:
 
 
 @g.jit
-def posts(flag, source, data, out, FULL: gl.constexpr, FENCE: gl.constexpr, BY_TMA: gl.constexpr):
+def posts(flag, source, data, out, FULL: gl.constexpr, FENCE: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tile = gl.allocate_shared_memory(source.dtype, source.block_shape, source.layout)
     mbarrier.init(bar, count=1)
@@ -153,7 +161,7 @@ def posts(flag, source, data, out, FULL: gl.constexpr, FENCE: gl.constexpr, BY_T
 def post(seed: int, full: bool, fence: bool = True) -> None:
     x, data, out = torch.randn(16, 32), torch.zeros(16, 32), torch.zeros(16, 32)
     flag = torch.zeros(1, dtype=torch.int32)
-    lines = {"FULL": full, "FENCE": fence, "BY_TMA": True}
+    lines = {"FULL": full, "FENCE": fence}
     tensors = (flag, *(descriptor(t, [16, 32]) for t in (x, data, out)))
     run(posts, (2,), tensors, lines, seed=seed, resident=2)
     assert torch.equal(out, x)
@@ -164,8 +172,47 @@ def test_a_tma_store_is_visible_after_the_full_wait() -> None:
     assert verdicts(lambda seed: post(seed, full=True)) == FINE
 
 
+@pytest.mark.skipif(not HAS_FULL_WAIT, reason="Triton 3.6 cannot wait for a write to be visible")
+def test_tma_of_two_programs_needs_a_proxy_fence() -> None:
+    assert verdicts(lambda seed: post(seed, full=True, fence=False)) == [Race] * len(SEEDS)
+
+
 def test_a_tma_store_is_not_visible_after_its_source_is_read() -> None:
     assert verdicts(lambda seed: post(seed, full=False)) == [Race] * len(SEEDS)
+
+
+# What one thread does for a partition: here, TMA after stores of all threads.
+
+
+@g.jit
+def stores_then_loads(source, pointer, out, MEET: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile = gl.allocate_shared_memory(source.dtype, source.block_shape, source.layout)
+    mbarrier.init(bar, count=1)
+    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
+    place = rows[:, None] * 32 + columns[None, :]
+    gl.store(pointer + place, gl.full([16, 32], 3.0, gl.float32, LAYOUT))
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    if MEET:
+        compat.barrier()
+    mbarrier.expect(bar, source.block_type.nbytes)
+    compat.async_load(source, [0, 0], bar, tile)
+    mbarrier.wait(bar, 0)
+    gl.store(out + place, tile.load(LAYOUT))
+
+
+@pytest.mark.parametrize(("meet", "expected"), [(True, None), (False, Race)])
+def test_tma_by_one_thread_after_stores_by_all(meet: bool, expected: Any) -> None:
+    def check(seed: int) -> None:
+        x, out = torch.zeros(16, 32), torch.zeros(16, 32)
+        run(stores_then_loads, (1,), (descriptor(x, [16, 32]), x, out, meet), seed=seed)
+        assert (out == 3).all()
+
+    assert verdicts(check) == [expected] * len(SEEDS)
 
 
 # Sums from several programs.
@@ -232,6 +279,31 @@ def test_emulate_takes_over_every_launch(capsys: Any) -> None:
     assert [(x.kernel, x.programs) for x in launches] == [("overlapping", 4), ("overlapping", 8)]
     with pytest.raises(EmulatorError, match="CPU tensors, not on meta"), emulate():
         overlapping[(1,)](out.to("meta"), 8)
+
+
+def test_what_a_launch_does_not_know_is_refused() -> None:
+    for kwargs in ({"WIDTH": 8, "WIDHT": 8}, {"WIDTH": 8, "num_ctas": 2}):
+        with pytest.raises((TypeError, EmulatorError), match=r"WIDHT|a cluster of 2"):
+            run(overlapping, (1,), (torch.zeros(64),), kwargs)
+
+
+@g.jit
+def two_types(words, chars):
+    """Of each four bytes the second is one program's, the word before it the other's."""
+    i = gl.arange(0, 8)
+    if gl.program_id(0) == 0:
+        gl.store(words + i * 2, 7)
+    else:
+        gl.store(chars + i * 8 + 5, (i * 0 + 1).to(gl.int8))
+
+
+def test_views_of_two_types_over_one_storage() -> None:
+    words = torch.zeros(16, dtype=torch.int32)
+    chars = words.view(torch.int8)
+    assert verdicts(lambda seed: run(two_types, (2,), (words, chars), seed=seed)) == FINE
+    assert words[::2].tolist() == [7] * 8 and (words[1::2] == 256).all()
+    found = verdicts(lambda seed: run(two_types, (2,), (words[1:], chars), seed=seed))
+    assert found == [Race] * len(SEEDS)
 
 
 def test_an_error_leaves_nothing_behind() -> None:

@@ -121,6 +121,30 @@ def test_promotion_is_triton_s() -> None:
 
 
 @g.jit
+def converted(out, x):
+    a = gl.load(x + gl.arange(0, 8))
+    gl.store(out + gl.arange(0, 8), a.to(gl.int32))
+    small = (gl.arange(0, 4) * 100).to(gl.uint8)
+    gl.store(out + 8 + gl.arange(0, 4), (small * 3).to(gl.int32))
+    words = (gl.arange(0, 4) - 2).to(gl.uint32)
+    gl.store(out + 12 + gl.arange(0, 4), (words // 3).to(gl.int32))
+    gl.store(out + 16, gl.max(words, 0).to(gl.int32))
+    gl.store(out + 17, gl.sum(words, 0).to(gl.int32))
+    gl.store(out + 18 + gl.arange(0, 4), (~words).to(gl.int32))
+
+
+def test_conversions_saturate_and_unsigned_numbers_stay_so() -> None:
+    x = torch.tensor([3e9, -3e9, float("nan"), float("inf"), -float("inf"), 2.9, -2.9, 0.0])
+    got = outcome(converted, x, size=22)
+    assert got[:8] == [2**31 - 1, INT_MIN, 0, 2**31 - 1, INT_MIN, 2, -2, 0]
+    assert got[8:12] == [3 * 100 * i % 256 for i in range(4)]
+    words = [(i - 2) % 2**32 for i in range(4)]
+    assert got[12:16] == [w // 3 for w in words]
+    assert [n % 2**32 for n in got[16:18]] == [max(words), sum(words) % 2**32]
+    assert [n % 2**32 for n in got[18:]] == [~w % 2**32 for w in words]
+
+
+@g.jit
 def floats(out, x, third):
     a = gl.load(x + gl.arange(0, 4))
     gl.store(out + gl.arange(0, 4), gl.maximum(a, 0.0))

@@ -24,7 +24,7 @@ class NamedBarrier:
     size: int = 0
     generation: int = 0
     arrived: Clock = field(default_factory=dict)
-    done: Clock = field(default_factory=dict)
+    done: dict[int, Clock] = field(default_factory=dict)  # by generation
 
 
 def named_barrier(kind: str, number: int, size: int) -> None:
@@ -45,14 +45,14 @@ def named_barrier(kind: str, number: int, size: int) -> None:
     mine, place = b.generation, here()
     me.release(b.arrived)
     if b.threads == size:
-        b.generation, b.threads, b.done = mine + 1, 0, dict(b.arrived)
+        b.generation, b.threads, b.done[mine] = mine + 1, 0, dict(b.arrived)
         me.program.machine.progress()
     if kind == "sync":
         step(
             lambda: b.generation > mine,
             lambda: f"named barrier {number} ({b.threads} of {size} threads) at {place}",
         )
-        me.acquire(b.done)
+        me.acquire(b.done[mine])
 
 
 def proxy_fence() -> None:
@@ -78,6 +78,8 @@ TABLE: list[tuple[str, Callable[[re.Match, list], Any]]] = [
         lambda m, _: named_barrier(m[1], int(m[2]), int(m[3])),
     ),
     (r"fence\.proxy\.async;", lambda *_: proxy_fence()),
+    # Programmatic dependent launch, with nothing before or after this launch.
+    (r"griddepcontrol\.(wait|launch_dependents);", lambda *_: step() and None),
     (
         r"\{ \.reg \.b16 lo, hi; cvt\.rn\.satfinite\.e4m3x2\.f32 lo, \$2, \$1;"
         r" cvt\.rn\.satfinite\.e4m3x2\.f32 hi, \$4, \$3; mov\.b32 \$0, \{lo, hi\}; \}",
@@ -103,5 +105,12 @@ def inline_asm_elementwise(
     for pattern, f in TABLE:
         if m := re.fullmatch(pattern, text):
             out = f(m, list(args))
-            return Scalar(0, torch.int32) if out is None else out
+            if out is not None:
+                return out
+            if is_pure or any(isinstance(x, Tensor) for x in args):
+                raise EmulatorError(
+                    f"{here()}: {text!r} has an effect: it needs is_pure=False, or the compiler"
+                    " drops it, and scalars only, or each element of a tensor repeats it"
+                )
+            return Scalar(0, torch.int32)
     raise NotEmulated(f"{here()}: no emulation of the inline assembly {asm!r}")

@@ -21,6 +21,7 @@ from .machine import Partition, step
 from .values import Scalar, Tensor
 
 SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
+SCOPES = ("cta", "gpu", "sys")
 
 
 def _atomic(name: str, new: Callable[..., torch.Tensor]) -> Callable:
@@ -30,16 +31,19 @@ def _atomic(name: str, new: Callable[..., torch.Tensor]) -> Callable:
         pointer: Pointer, *operands: Any, mask: Any = None, sem: str | None = None,
         scope: str | None = None,
     ) -> Any:  # fmt: skip
-        sem = sem or "acq_rel"
-        if sem not in SEMANTICS:
-            raise EmulatorError(f"{here()}: {name} with semantics {sem!r}, not one of {SEMANTICS}")
+        sem, scope = sem or "acq_rel", scope or "gpu"
+        if sem not in SEMANTICS or scope not in SCOPES:
+            raise EmulatorError(
+                f"{here()}: {name} with semantics {sem!r} and scope {scope!r}, not of {SEMANTICS}"
+                f" and {SCOPES}"
+            )
         if name != "atomic_cas" and len(operands) == 2:
             operands, mask = operands[:1], operands[1]
         partition = step()
         offset, keep = pointer.elements(mask, name)
         span = pointer.span(offset, keep)
         action = Action(name, "global memory", here(), partition)
-        _order(partition, span, offset[keep], sem)
+        _order(partition, span, offset[keep], sem, scope)
         access(partition, span, action, write=True, atomic=True)
         base = pointer.base
         values = [torch.broadcast_to(contents(x, base.dtype), offset.shape) for x in operands]
@@ -61,11 +65,12 @@ def _atomic(name: str, new: Callable[..., torch.Tensor]) -> Callable:
     return f
 
 
-def _order(partition: Partition, span: Any, offsets: torch.Tensor, sem: str) -> None:
+def _order(partition: Partition, span: Any, offsets: torch.Tensor, sem: str, scope: str) -> None:
     if sem == "relaxed":
         return
+    within = partition.program.number if scope == "cta" else None
     for offset in offsets.flatten().tolist():
-        released = span.memory.released.setdefault((span.base.itemsize, offset), {})
+        released = span.memory.released.setdefault((within, offset), {})
         if sem in ("acquire", "acq_rel"):
             partition.acquire(released)
         if sem in ("release", "acq_rel"):

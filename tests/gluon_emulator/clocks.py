@@ -79,26 +79,25 @@ class Log:
         self.reads: list[Access] = []
         self.writes: list[Access] = []
 
-    def add(self, new: Access, clock: Clock) -> None:
-        """Check `new`, made by somebody with `clock`, against what came before, and keep it."""
-        self.writes = self._check(new, clock, self.writes)
+    def add(self, new: Access, clock: Clock, fences: Clock) -> None:
+        """Check `new` against what came before, and keep it. It is made by somebody who comes after
+        what `clock` knows; of proxy fences it has what `fences` knows."""
+        self.writes = self._check(new, clock, fences, self.writes)
         if new.write:
-            self.reads = self._check(new, clock, self.reads)
+            self.reads = self._check(new, clock, fences, self.reads)
             self.writes.append(new)
         else:
             self.reads = [r for r in self.reads if not _replaces(new, r)]
             self.reads.append(new)
 
-    def _check(self, new: Access, clock: Clock, old: list[Access]) -> list[Access]:
+    def _check(self, new: Access, clock: Clock, fences: Clock, old: list[Access]) -> list[Access]:
         keep = []
         for r in old:
             if new.atomic and r.atomic:
                 keep.append(r)
                 continue
             ordered = r.moment.known(clock)
-            fenced = not (new.asynchronous and r.write and not r.asynchronous) or any(
-                m.known(clock) for m in r.fences
-            )
+            fenced = not _crosses_proxies(r, new) or _known(r.fences, fences)
             if not (ordered and fenced) and r.region.meets(new.region):
                 raise Race(_report(new, r, ordered))
             # A write that is ordered after `r` and covers it stands for it from now on.
@@ -109,8 +108,16 @@ class Log:
     def fence(self, clock: Clock, now: Moment) -> None:
         """Whoever comes after `now` sees all ordinary stores known to `clock` through TMA."""
         for r in self.writes:
-            if not r.asynchronous and r.moment.known(clock) and not _known(r.fences, clock):
+            if r.moment.known(clock) and not _known(r.fences, clock):
                 r.fences.append(now)
+
+
+def _crosses_proxies(old: Access, new: Access) -> bool:
+    """Whether a write is read by another proxy, or by TMA in another program than TMA's that wrote
+    it: within one program its accesses are of one proxy, between two they are not."""
+    if not (old.write and new.asynchronous):
+        return False
+    return not old.asynchronous or old.action.who.program is not new.action.who.program
 
 
 def _known(moments: Iterable[Moment], clock: Clock) -> bool:
@@ -126,8 +133,8 @@ def _report(new: Access, old: Access, ordered: bool) -> str:
     if ordered:
         return (
             f"{new.action} may not see the {old.action}: between an ordinary store and TMA or"
-            " wgmma there must be a proxy fence, here there is none (fence_async_shared for shared"
-            " memory)"
+            " wgmma, and between TMA of two programs, there must be a proxy fence, here there is"
+            " none (fence_async_shared for shared memory, fence.proxy.async for all)"
         )
     return (
         f"{new.action} is not ordered after the {old.action}: no barrier or wait that"

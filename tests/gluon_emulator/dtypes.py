@@ -51,10 +51,8 @@ def of_literal(x: Any) -> torch.dtype:
 
 
 def _kind(t: torch.dtype) -> int:
-    """bool < unsigned < signed < floating, as Triton's `dtype.kind`."""
-    if t.is_floating_point:
-        return 3
-    return 0 if t is torch.bool else 1 + t.is_signed
+    """bool < integer < floating, as Triton's `dtype.kind`."""
+    return 2 if t.is_floating_point else int(t is not torch.bool)
 
 
 def _bits(t: torch.dtype) -> int:
@@ -95,6 +93,8 @@ def promote(
 
 def round_to(value: Any, t: torch.dtype) -> Any:
     """A Python number as it is after a computation in type `t`: integers wrap, floats round."""
+    if t is torch.int32 and type(value) is int:
+        return (value + 2**31 & 2**32 - 1) - 2**31
     if t is torch.float32:
         return ctypes.c_float(value).value
     if t.is_floating_point:

@@ -22,10 +22,8 @@ class Memory:
 
     def __init__(self, base: torch.Tensor) -> None:
         self.log = Log()
-        self.released: dict[int, Clock] = {}
-        self.scratch = torch.zeros(
-            base.untyped_storage().nbytes() // base.itemsize, dtype=torch.bool
-        )
+        self.released: dict[Any, Clock] = {}  # by program, or None for all, and element
+        self.scratch = torch.zeros(base.untyped_storage().nbytes(), dtype=torch.bool)
 
     @staticmethod
     def of(base: torch.Tensor) -> Memory:
@@ -54,35 +52,40 @@ class Span:
         else:
             lo, hi = int(offsets.min()), int(offsets.max()) + 1
         self.lo, self.hi = lo * base.itemsize, hi * base.itemsize
+        # Whether it is all that lies between its bounds.
+        if offsets is None:
+            self.whole = hi - lo == base.numel()
+        else:
+            self.whole = bool((offsets.flatten().diff() == 1).all())
 
     def meets(self, other: Span) -> bool:
         if self.hi <= other.lo or other.hi <= self.lo:
             return False
-        if self.base.itemsize != other.base.itemsize:
-            return True  # by their bounds: two views of different types over one storage
+        if self.whole and other.whole:
+            return True
         self._fill(True)
         met = bool(other._marked().any())
         self._fill(False)
         return met
 
     def inside(self, other: Span) -> bool:
-        a, b = self.base, other.base
-        return (
-            self.offsets is None
-            and other.offsets is None
-            and (a.storage_offset(), a.shape, a.stride(), a.itemsize)
-            == (b.storage_offset(), b.shape, b.stride(), b.itemsize)
-        )
+        return other.whole and other.lo <= self.lo and self.hi <= other.hi
 
     def _marked(self) -> torch.Tensor:
-        scratch, b = self.memory.scratch, self.base
+        """The bytes of the span, in a copy of the storage that holds marks."""
+        scratch, b, n = self.memory.scratch, self.base, self.base.itemsize
         if self.offsets is not None:
-            return scratch[self.offsets]
-        return scratch.as_strided(b.shape, b.stride(), b.storage_offset())
+            return scratch[self._bytes()]
+        strides = (*(n * s for s in b.stride()), 1)
+        return scratch.as_strided((*b.shape, n), strides, n * b.storage_offset())
+
+    def _bytes(self) -> torch.Tensor:
+        n = self.base.itemsize
+        return self.offsets.flatten()[:, None] * n + torch.arange(n)  # type: ignore[union-attr]
 
     def _fill(self, value: bool) -> None:
         if self.offsets is not None:
-            self.memory.scratch[self.offsets] = value
+            self.memory.scratch[self._bytes()] = value
         else:
             self._marked().fill_(value)
 
@@ -159,9 +162,8 @@ class Descriptor:
     def __init__(
         self, base: torch.Tensor, shape: Any, strides: Any, block_shape: Any, padding: str
     ) -> None:
-        self.base = torch.as_strided(
-            base, [int(n) for n in shape], [int(s) for s in strides], base.storage_offset()
-        )
+        self.base = base
+        self.extents, self.steps = [int(n) for n in shape], [int(s) for s in strides]
         self.block_shape = [int(n) for n in block_shape]
         self.fill = math.nan if padding == "nan" else 0.0
         nbytes = math.prod(self.block_shape) * base.itemsize
@@ -180,11 +182,11 @@ class Descriptor:
 
     @property
     def shape(self) -> tuple[Scalar, ...]:
-        return tuple(Scalar(n, torch.int32) for n in self.base.shape)
+        return tuple(Scalar(n, torch.int32) for n in self.extents)
 
     @property
     def strides(self) -> tuple[Scalar, ...]:
-        return tuple(Scalar(n, torch.int64) for n in self.base.stride())
+        return tuple(Scalar(n, torch.int64) for n in self.steps)
 
     def check(self, coordinates: list[int], view: View) -> None:
         if (
@@ -201,14 +203,26 @@ class Descriptor:
             raise EmulatorError(f"{here()}: TMA cannot write to {view} transposed")
 
     def window(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        """The part of the tensor that lies under the box, and where it lies in the box."""
-        inner, outer = [], []
-        for c, size, n in zip(at, self.block_shape, self.base.shape, strict=True):
+        """The part of the tensor that lies under the box, and where it lies in the box.
+
+        Addresses have 64 bits and wrap, on which descriptors of ragged tensors rely.
+        """
+        inner, sizes, offset = [], [], 0
+        for c, size, n, step in zip(at, self.block_shape, self.extents, self.steps, strict=True):
             lo = min(max(c, 0), n)
             hi = max(min(c + size, n), lo)
-            outer.append(slice(lo, hi))
             inner.append(slice(lo - c, hi - c) if hi > lo else slice(0, 0))
-        return self.base[tuple(outer)], tuple(inner)
+            sizes.append(hi - lo)
+            offset += lo * step
+        if 0 in sizes:
+            return self.base.new_empty(sizes), tuple(inner)
+        n = self.base.itemsize
+        offset = ((offset * n + 2**63) % 2**64 - 2**63) // n + self.base.storage_offset()
+        last = offset + sum((n - 1) * s for n, s in zip(sizes, self.steps, strict=True) if n > 1)
+        if offset < 0 or last >= self.base.untyped_storage().nbytes() // n:
+            raise EmulatorError(f"{here()}: a TMA box at {at} lies outside of its tensor's memory")
+        strides = [s if n > 1 else 0 for n, s in zip(sizes, self.steps, strict=True)]
+        return self.base.as_strided(sizes, strides, offset), tuple(inner)
 
     def read(self, at: list[int]) -> torch.Tensor:
         tensor, inner = self.window(at)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .clocks import Access, Action, Moment, join
-from .dtypes import FLOAT8, HALVES, TORCH
-from .errors import EmulatorError, Place, here
+from .dtypes import FLOAT8, HALVES
+from .errors import EmulatorError, NotEmulated, Place, Race, here
 from .global_memory import Descriptor, Pointer, Span
 from .language import allocate_shared_memory
 from .language import gl as language
@@ -27,12 +27,16 @@ from .values import Layout, Tensor
 
 
 def allocate_mbarrier(batch: Any = None, two_ctas: bool = False) -> View:
+    if two_ctas:
+        raise NotEmulated(f"{here()}: a barrier of two CTAs")
     shape = [1] if batch is None else [int(batch), 1]
     return allocate_shared_memory(language.int64, shape)
 
 
 def init(barrier: View, count: Any) -> None:
     me = step()
+    if int(count) < 1:
+        raise EmulatorError(f"{here()}: {barrier} with a count of {int(count)}")
     barriers, index = barrier.allocation.barriers, barrier.box[0][0]
     if index in barriers:
         raise EmulatorError(f"{here()}: {barrier} is initialised twice")
@@ -42,18 +46,23 @@ def init(barrier: View, count: Any) -> None:
 
 
 def invalidate(barrier: View) -> None:
-    step()
-    barrier.barrier()
+    me, place = step(), here()
+    found = barrier.barrier()
+    if any(not Moment(*use).known(me.clock) for use in found.users.items()):
+        raise Race(f"{place}: {found} is invalidated while somebody may still use it")
     del barrier.allocation.barriers[barrier.box[0][0]]
 
 
 def _use(me: Partition, barrier: View, place: Place) -> MBarrier:
     found = barrier.barrier()
     found.require_born(me.clock, place)
+    found.users[me.actor] = me.clock[me.actor]
     return found
 
 
 def arrive(barrier: View, *, count: Any = 1, pred: Any = True) -> None:
+    if int(count) < 1:
+        raise EmulatorError(f"{here()}: {int(count)} arrivals at {barrier}")
     if pred:
         _arrive(barrier, int(count), 0)
 
@@ -109,6 +118,8 @@ def async_load(
 ) -> None:  # fmt: skip
     if not pred:
         return
+    if multicast:
+        raise NotEmulated(f"{here()}: multicast, which needs a cluster")
     at = _coordinates(coord)
     tensor_desc.check(at, result)
     me, place = step(), here()
@@ -116,13 +127,15 @@ def async_load(
     # Loads into one region are one actor; what orders them is what orders any two writes.
     d = result.data
     key = (d.storage_offset(), d.shape, d.stride())
-    last = alloc.loads.get(key) or Moment(machine.actor(), 0)
-    moment = alloc.loads[key] = Moment(last.actor, last.epoch + 1)
+    last = alloc.loads[key][0] if key in alloc.loads else Moment(machine.actor(), 0)
+    moment = Moment(last.actor, last.epoch + 1)
     action = Action("TMA load into", result, place, me)
+    alloc.loads[key] = (moment, action)
     me.log(alloc.log, Access(result, moment, action, write=True, asynchronous=True))
     span = Span(tensor_desc.window(at)[0])
     reading = Action("read of global memory by the TMA load into", result, place, me)
-    me.log(span.memory.log, Access(span, moment, reading, write=False, asynchronous=True))
+    access = Access(span, moment, reading, write=False, asynchronous=True)
+    me.log(span.memory.log, access, by_one_thread=True)
     result.clear()
 
     def act() -> None:
@@ -144,7 +157,7 @@ def _async_store(verb: str, tensor_desc: Descriptor, coord: Any, source: View, a
     span = Span(tensor_desc.window(at)[0])
     writing = Action(f"write to global memory by the {verb}", source, place, me)
     written = Access(span, me.written.next(), writing, write=True, asynchronous=True, atomic=add)
-    me.log(span.memory.log, written)
+    me.log(span.memory.log, written, by_one_thread=True)
     data: list[torch.Tensor] = []
 
     def write() -> None:
@@ -226,7 +239,8 @@ class Accumulator(Tensor):
         )
 
 
-OPERANDS = (*HALVES, *FLOAT8)
+# Types that may be multiplied with each other.
+OPERANDS = ({HALVES[0]}, {HALVES[1]}, set(FLOAT8))
 
 
 def warpgroup_mma(
@@ -271,10 +285,11 @@ def _sum_so_far(acc: Any) -> torch.Tensor:
 
 def _check_product(a: Any, b: Any, acc: Any, me: Partition, place: Place) -> None:
     rows, inner = a.shape
+    if a.kind is torch.float32 or a.kind in (torch.int8, torch.uint8):
+        raise NotEmulated(f"{place}: wgmma of {a.dtype}")
     if (
         not isinstance(b, View)
-        or a.kind is not b.kind
-        or a.kind not in OPERANDS
+        or not any({a.kind, b.kind} <= kinds for kinds in OPERANDS)
         or acc.kind is not torch.float32
         or b.shape[0] != inner
         or acc.shape != [rows, b.shape[1]]
@@ -310,6 +325,8 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 def fence_async_shared(cluster: bool = False) -> None:
     """Ordinary stores to shared memory known to this partition may be read by TMA and wgmma, by
     whoever comes after it."""
+    if cluster:
+        raise NotEmulated(f"{here()}: a fence across a cluster")
     me = step()
     now = me.now()
     for allocation in me.program.allocations:
@@ -321,5 +338,3 @@ hopper = Namespace("hopper", {
     "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
     "warpgroup_mma_init": identity,
 })  # fmt: skip
-
-assert set(OPERANDS) <= set(TORCH.values())

@@ -8,12 +8,12 @@ from __future__ import annotations
 import builtins
 import linecache
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton.experimental.gluon.language as real
+import triton.language as tl
 
 from .assembly import inline_asm_elementwise
 from .atomics import ATOMICS
@@ -24,7 +24,18 @@ from .global_memory import Pointer, access, contents
 from .machine import running, step
 from .namespace import Namespace, identity
 from .shared import View, allocate
-from .values import Layout, Scalar, Tensor, Value, elementwise, kind_of, sizes, together
+from .values import (
+    UNSIGNED,
+    Layout,
+    Scalar,
+    Tensor,
+    Value,
+    elementwise,
+    kind_of,
+    sizes,
+    together,
+    wide,
+)
 
 # Programs and partitions.
 
@@ -44,19 +55,21 @@ def num_warps() -> int:
 def barrier(cluster: bool = False) -> None:
     """The threads of the partition meet. It matters before what one of them does for all, such as a
     scalar atomic; their accesses to shared memory the compiler orders by itself."""
+    if cluster:
+        raise NotEmulated(f"{here()}: a barrier across a cluster")
     step().meet()
 
 
 def warp_specialize(
     roles: list, worker_num_warps: list, worker_num_regs: list | None = None
-) -> None:
+) -> Any:
     registers = worker_num_warps if worker_num_regs is None else worker_num_regs
     if not len(roles) - 1 == len(worker_num_warps) == len(registers):
         raise EmulatorError(
             f"{here()}: {len(roles)} roles need {len(roles) - 1} worker warp and register counts,"
             f" not {len(worker_num_warps)} and {len(registers)}"
         )
-    running().program.specialise(list(roles), worker_num_warps)
+    return running().program.specialise(list(roles), worker_num_warps)
 
 
 def range_(*bounds: Any, **_: Any) -> Any:
@@ -85,6 +98,8 @@ def zeros_like(x: Tensor, **options: Any) -> Any:
 
 
 def arange(start: int, end: int, layout: Any = None) -> Tensor:
+    if (n := end - start) < 1 or n & (n - 1):
+        raise EmulatorError(f"{here()}: arange({start}, {end}): its length is no power of two")
     return Tensor(torch.arange(start, end, dtype=torch.int32))
 
 
@@ -146,7 +161,7 @@ def _extremum(floats: Callable, integers: Callable) -> Callable:
 
     def f(x: Any, y: Any, propagate_nan: Any = None) -> Any:
         def of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            nan = propagate_nan is not None and propagate_nan != real.PropagateNan.NONE
+            nan = propagate_nan is not None and propagate_nan != tl.PropagateNan.NONE
             return integers(a, b) if nan or not a.is_floating_point() else floats(a, b)
 
         return elementwise(of, x, y)
@@ -165,6 +180,8 @@ def _widened(x: Tensor) -> torch.Tensor:
     """Reductions of Triton widen bfloat16 to float32, and integers to 32 bits."""
     if x.kind is torch.bfloat16:
         return x.v.float()
+    if x.kind in UNSIGNED:
+        return wide(x.v)
     small = not x.kind.is_floating_point and x.kind.itemsize < 4
     return x.v.to(torch.int32) if small else x.v
 
@@ -176,7 +193,8 @@ def _reduced(x: torch.Tensor, axis: Any, keep_dims: bool, f: Callable) -> Any:
 
 def sum_(x: Tensor, axis: Any = None, keep_dims: bool = False, dtype: Any = None) -> Any:
     v = _widened(x) if dtype is None else x.v.to(TORCH[dtype])
-    return _reduced(v, axis, keep_dims, lambda v, a, k: v.sum(a, keepdim=k, dtype=v.dtype))
+    out = _reduced(v, axis, keep_dims, lambda v, a, k: v.sum(a, keepdim=k, dtype=v.dtype))
+    return out.to(x.dtype) if x.kind in UNSIGNED and dtype is None else out
 
 
 def _extreme(reduce: Callable, identity_of: Callable) -> Callable:
@@ -190,7 +208,8 @@ def _extreme(reduce: Callable, identity_of: Callable) -> Callable:
                 out = torch.where(v.isnan().all(a, keepdim=k), out, kept)
             return out
 
-        return _reduced(v, axis, keep_dims, of)
+        out = _reduced(v, axis, keep_dims, of)
+        return out.to(x.dtype) if x.kind in UNSIGNED else out
 
     return f
 
@@ -221,14 +240,20 @@ def reduce(x: Any, axis: Any, combine_fn: Callable, keep_dims: bool = False) -> 
 
 def allocate_shared_memory(dtype: Any, shape: Any, layout: Any = None, value: Any = None) -> View:
     program = running().program
-    frame = sys._getframe(1)
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    named = re.match(r"\s*(\w+)\s*(:[^=]*)?=[^=]", line)
-    name = named.group(1) if named else f"shared memory {len(program.allocations)}"
+    name = ".".join(filter(None, map(_assigned, reversed(here().frames))))
+    name = name or f"shared memory {len(program.allocations)}"
     view = allocate(program, name, dtype, sizes((shape,)))
     if value is not None:
         view.store(value)
     return view
+
+
+def _assigned(frame: tuple[Any, int]) -> str:
+    """The name to which a line of a kernel assigns. Of `k = channel()` and, in there, `tiles =
+    allocate_shared_memory()` the report makes k.tiles."""
+    line = linecache.getline(frame[0].co_filename, frame[1])
+    named = re.match(r"\s*(\w+)\s*(:[^=]*)?=[^=]", line)
+    return named.group(1) if named else ""
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
@@ -314,23 +339,13 @@ gl = Namespace("gl", {
     "num_ctas": lambda: 1, "tuple": tuple,
     "split": Tensor.split, "reshape": Tensor.reshape, "permute": Tensor.permute,
     "cast": lambda x, dtype, bitcast=False: to_tensor(x).to(dtype, bitcast=bitcast),
-    "PropagateNan": getattr(real, "PropagateNan", None),
+    "PropagateNan": tl.PropagateNan,
+    "fdiv": lambda x, y: x / y, "div_rn": lambda x, y: x / y,
+    "clamp": lambda x, low, high: minimum(maximum(x, low), high),
 })  # fmt: skip
 
 # What a tensor has as a method too.
-METHODS = (
-    "sum",
-    "max",
-    "min",
-    "reduce",
-    "abs",
-    "exp2",
-    "exp",
-    "log",
-    "log2",
-    "expand_dims",
-    "cast",
-)
+METHODS = ("sum", "max", "min", "reduce", "expand_dims", "cast", *UNARY)
 
 
 def _method(f: Callable) -> Callable:

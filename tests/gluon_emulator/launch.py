@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from .errors import EmulatorError
+from .errors import EmulatorError, NotEmulated
 from .global_memory import Descriptor, Pointer
 from .machine import Machine
 from .translate import translate
@@ -55,11 +55,20 @@ def _reach(x: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
+# Options of a launch. Those that change only how fast it is are not looked at.
+OPTIONS = {"num_warps", "num_ctas", "num_stages", "maxnreg", "debug"}
+
+
 def bind(kernel: JITFunction, args: Sequence, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name; options of the launch such as num_warps drop out if the kernel does not
     ask for them."""
     parameters = {p.name: p for p in kernel.params}
-    given = dict(zip(parameters, args, strict=False))
+    if unknown := kwargs.keys() - parameters.keys() - OPTIONS or len(args) > len(parameters):
+        raise TypeError(f"{kernel.__name__}: too many arguments, or unknown ones: {unknown}")
+    if kwargs.get("num_ctas", 1) != 1:
+        raise NotEmulated(f"{kernel.__name__}: a cluster of {kwargs['num_ctas']} programs")
+    given = {n: p.default for n, p in parameters.items() if p.has_default}
+    given |= dict(zip(parameters, args, strict=False))
     given |= {name: x for name, x in kwargs.items() if name in parameters}
     return {n: x if parameters[n].is_constexpr else argument(x) for n, x in given.items()}
 
@@ -123,7 +132,8 @@ def emulate(**options: Any) -> Iterator[list[Launch]]:
     real, launches = JITFunction.run, []
 
     def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kw: Any) -> None:
-        launches.append(run(self, grid, args, kw, **options))
+        if not warmup:
+            launches.append(run(self, grid, args, kw, **options))
 
     JITFunction.run = launch
     try:

@@ -24,6 +24,8 @@ from .shared import Allocation
 # Steps in which nothing but waiting happens before a run counts as stuck. A partition that spins
 # on a global value takes one step a turn.
 MOST_IDLE_STEPS = 3_000
+# A run of more steps than this will not end: some hundred times those of the largest test.
+MOST_STEPS = 3_000_000
 
 # How often, per step: somebody becomes slow or fast; an operation in flight takes effect.
 CHANGE_OF_PACE = 0.03
@@ -41,6 +43,7 @@ class Operation:
     act: Callable[[], None]
     program: Program
     outlives: bool = False  # may still be in flight when its program ends
+    number: int = 0
     mode: str = "any"  # "now": at once; "any": at any step; "late": when somebody needs it
     done: bool = False
 
@@ -54,12 +57,13 @@ class Partition:
         self.name = "main"
         self.actor = machine.actor()
         self.clock: Clock = {**clock, self.actor: 1}
-        self.met = 0  # the epoch at which all threads of the partition last met
         self.last_load: Any = None
         # Queues of operations in flight, each an actor of its own with an epoch an operation.
         self.products = Queue(machine.actor())
         self.stores = Queue(machine.actor())  # TMA stores whose source is not yet read
         self.written = Queue(machine.actor())  # TMA stores not yet visible in global memory
+        # How far the partition and its products had come when all its threads last met.
+        self.met: Clock = {self.actor: 0, self.products.actor: 0}
         self.until: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.pace = 1.0
@@ -72,13 +76,15 @@ class Partition:
     def now(self) -> Moment:
         return Moment(self.actor, self.clock[self.actor])
 
-    def log(self, log: Log, access: Access) -> None:
+    def log(self, log: Log, access: Access, by_one_thread: bool = False) -> None:
         if self.program.machine.races:
-            log.add(access, self.clock)
+            # A fence is executed by all threads, the one that acts among them.
+            clock = self.clock_of_one_thread if by_one_thread else self.clock
+            log.add(access, clock, self.clock)
 
     def meet(self) -> None:
         """All threads of the partition wait for each other."""
-        self.met = self.clock[self.actor]
+        self.met = {actor: self.clock.get(actor, 0) for actor in self.met}
         self.clock[self.actor] += 1
 
     def release(self, into: Clock) -> None:
@@ -86,10 +92,14 @@ class Partition:
         join(into, self.clock)
         self.meet()
 
+    @property
+    def clock_of_one_thread(self) -> Clock:
+        """What is certain of all threads when one of them acts: what they had done when they last
+        met. Each has waited for mbarriers by itself, so what others have released counts."""
+        return {**self.clock, **self.met}
+
     def release_by_one_thread(self, into: Clock) -> None:
-        """The same for what was done before the threads last met. What the others have done since
-        is not ordered by an operation of one thread."""
-        join(into, {**self.clock, self.actor: self.met})
+        join(into, self.clock_of_one_thread)
 
     def acquire(self, clock: Clock) -> None:
         join(self.clock, clock)
@@ -132,6 +142,7 @@ class Program:
         self.named_barriers: dict[int, Any] = {}
         self.main = Partition(self, 0, warps, {})
         self.partitions = [self.main]
+        self.working = 0  # roles that have not ended
 
     def start(self, kernel: Callable[[], Any]) -> None:
         def body() -> None:
@@ -145,12 +156,14 @@ class Program:
         partition.greenlet = greenlet(body, parent=self.machine.hub)
         self.machine.partitions.append(partition)
 
-    def specialise(self, roles: list[tuple[Callable, tuple]], warps: Iterable[int]) -> None:
-        """Run one role a partition; the first is the program's own, which goes on afterwards."""
+    def specialise(self, roles: list[tuple[Callable, tuple]], warps: Iterable[int]) -> Any:
+        """Run one role a partition; the first is the program's own, which goes on afterwards with
+        what it returned."""
         main = self.main
         if len(self.partitions) > 1:
             raise EmulatorError(f"{here()}: warp_specialize inside or after warp_specialize")
         main.release({})
+        results = []
         names = [f.__name__ for f, _ in roles]
         for i, ((role, args), count) in enumerate(
             zip(roles, (main.warps, *warps), strict=True), start=1
@@ -161,14 +174,18 @@ class Program:
             self.partitions.append(partition)
 
             def body(role=role, args=args, partition=partition) -> None:
-                role(*args)
+                result = role(*args)
+                if partition.index == 1:
+                    results.append(result)
                 partition.end()
+                self.working -= 1
 
             self._run(partition, body)
-        workers = self.partitions[1:]
-        step(lambda: all(p.ended for p in workers), lambda: "the other partitions to end")
-        for p in workers:
+        self.working = len(roles)
+        step(lambda: self.working == 0, lambda: "the other partitions to end")
+        for p in self.partitions[1:]:
             join(main.clock, p.clock)
+        return results[0]
 
     def end(self) -> None:
         """What TMA still writes when a program ends is written before the kernel ends."""
@@ -178,6 +195,10 @@ class Program:
                     f"program {self.number} ends with {b.threads} of {b.size} threads arrived at"
                     f" named barrier {number}"
                 )
+        for allocation in self.allocations:
+            for moment, action in allocation.loads.values():
+                if not moment.known(self.main.clock):
+                    raise EmulatorError(f"nobody has waited for the {action}")
         for operation in [o for o in self.machine.operations if o.program is self]:
             if not operation.outlives:
                 raise EmulatorError(
@@ -213,6 +234,7 @@ class Machine:
 
     def launch(self, operation: Operation) -> None:
         operation.mode = self.random.choice(("now", "any", "any", "late"))
+        operation.number = self.actor()
         self.operations.append(operation)
         if operation.mode == "now":
             self.fire(operation)
@@ -220,7 +242,7 @@ class Machine:
     def fire(self, operation: Operation) -> None:
         if not operation.done:
             operation.done = True
-            self._note(len(self.operations))
+            self._note(operation.number)
             self.operations.remove(operation)
             self.progress()
             operation.act()
@@ -257,6 +279,8 @@ class Machine:
         self.steps += 1
         if self.steps - self.last_progress > MOST_IDLE_STEPS:
             raise Deadlock(f"for {MOST_IDLE_STEPS} steps nothing has changed:\n{self._waiting()}")
+        if self.steps > MOST_STEPS:
+            raise Deadlock(f"no end after {MOST_STEPS} steps:\n{self._waiting()}")
         if rng.random() < CHANGE_OF_PACE:
             for p in self.partitions:
                 p.pace = math.exp(rng.gauss(0, 2.5))
@@ -269,11 +293,20 @@ class Machine:
             if not self.operations:
                 raise Deadlock(f"everybody waits:\n{self._waiting()}")
             self.fire(rng.choice(self.operations))
-        p = ready[0] if len(ready) == 1 else rng.choices(ready, [p.pace for p in ready])[0]
+        p = self._one_of(ready)
         p.until = None
         self.running = p
         self._note(p.actor)
         p.greenlet.switch()
+
+    def _one_of(self, ready: list[Partition]) -> Partition:
+        """By pace."""
+        left = self.random.random() * sum([p.pace for p in ready])
+        for p in ready:
+            left -= p.pace
+            if left < 0:
+                return p
+        return ready[-1]
 
     def _note(self, choice: int) -> None:
         self.schedule = zlib.crc32(choice.to_bytes(4, "little"), self.schedule)

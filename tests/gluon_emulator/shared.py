@@ -23,7 +23,7 @@ def poison(kind: torch.dtype) -> torch.Tensor:
 class Allocation:
     """One `allocate_shared_memory`: its data, which of it is valid, and who accessed it."""
 
-    def __init__(self, name: str, kind: torch.dtype, shape: list[int], actor: int) -> None:
+    def __init__(self, name: str, kind: torch.dtype, shape: list[int]) -> None:
         self.name = name
         self.data = poison(kind).expand(shape).clone()
         self.valid = torch.zeros(shape, dtype=torch.bool)
@@ -31,12 +31,11 @@ class Allocation:
         self.nbytes = self.data.numel() * kind.itemsize
         self.log = Log()
         self.barriers: dict[int, MBarrier] = {}
-        self.loads: dict[Any, Moment] = {}  # the last TMA load into each region
-        self.actor = actor
+        self.loads: dict[Any, tuple[Moment, Action]] = {}  # the last TMA load into each region
 
     def view(self) -> View:
         box = tuple((0, n) for n in self.data.shape)
-        return View(self, self.data, self.valid, box, tuple(range(self.data.dim())))
+        return View(self, self.data, box, tuple(range(self.data.dim())))
 
 
 class View:
@@ -51,10 +50,10 @@ class View:
     layout = LAYOUT
 
     def __init__(
-        self, allocation: Allocation, data: torch.Tensor, valid: torch.Tensor,
+        self, allocation: Allocation, data: torch.Tensor,
         box: tuple[tuple[int, int], ...], axes: tuple[int | None, ...] | None,
     ) -> None:  # fmt: skip
-        self.allocation, self.data, self.valid = allocation, data, valid
+        self.allocation, self.data = allocation, data
         self.box, self.axes = box, axes
 
     @property
@@ -112,24 +111,21 @@ class View:
             axis = axes[dim]
             lo = box[axis][0] + start
             box = (*box[:axis], (lo, lo + length), *box[axis + 1 :])
-        data, valid = (x.narrow(dim, start, length) for x in (self.data, self.valid))
-        return View(self.allocation, data, valid, box, axes)
+        return View(self.allocation, self.data.narrow(dim, start, length), box, axes)
 
     def index(self, i: Any) -> View:
         s = self._part(int(i), 1, 0)
-        axes = s.axes and s.axes[1:]
-        return View(s.allocation, s.data[0], s.valid[0], s.box, axes)
+        return View(s.allocation, s.data[0], s.box, s.axes and s.axes[1:])
 
     def permute(self, order: Any) -> View:
         order = sizes((order,))
         axes = self.axes and tuple(self.axes[o] for o in order)
-        data, valid = self.data.permute(order), self.valid.permute(order)
-        return View(self.allocation, data, valid, self.box, axes)
+        return View(self.allocation, self.data.permute(order), self.box, axes)
 
     def reshape(self, shape: Any) -> View:
         shape = sizes((shape,))
         try:
-            data, valid = self.data.view(shape), self.valid.view(shape)
+            data = self.data.view(shape)
         except RuntimeError as error:
             raise EmulatorError(f"{here()}: {self} {self.shape} as {shape}: {error}") from error
         axes: tuple | None = None
@@ -138,7 +134,7 @@ class View:
         ]:
             long = iter([a for a, n in zip(self.axes, self.shape, strict=True) if n > 1])
             axes = tuple(next(long) if n > 1 else None for n in shape)
-        return View(self.allocation, data, valid, self.box, axes)
+        return View(self.allocation, data, self.box, axes)
 
     # As a region.
 
@@ -164,9 +160,17 @@ class View:
             )
         )
 
+    @property
+    def valid(self) -> torch.Tensor:
+        return self._same_of(self.allocation.valid)
+
     def _mark(self) -> torch.Tensor:
+        return self._same_of(self.allocation.scratch)
+
+    def _same_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor like the allocation that this view has of the data."""
         d = self.data
-        return self.allocation.scratch.as_strided(d.shape, d.stride(), d.storage_offset())
+        return whole.as_strided(d.shape, d.stride(), d.storage_offset())
 
     # Contents.
 
@@ -189,6 +193,8 @@ class View:
         action = Action(verb, self, here(), partition)
         access = Access(self, partition.now(), action, write, asynchronous=False)
         partition.log(self.allocation.log, access)
+        if write:
+            partition.program.machine.progress()
         return action
 
     def fill(self, values: torch.Tensor) -> None:
@@ -222,6 +228,7 @@ class MBarrier:
         self.name, self.count, self.born = name, count, born
         self.pending, self.due, self.phase = count, 0, 0
         self.arrived: Clock = {}  # what the arrivals so far have seen
+        self.users: Clock = {}  # when each partition last waited or arrived
         self.done: Clock = dict(clock)  # what a wait for the phase before may rely on
 
     def arrive(self, count: int, bytes_due: int, place: Place) -> None:
@@ -251,7 +258,7 @@ class MBarrier:
 
 
 def allocate(program: Any, name: str, dtype: Any, shape: list[int]) -> View:
-    new = Allocation(name, TORCH[dtype], shape, program.machine.actor())
+    new = Allocation(name, TORCH[dtype], shape)
     program.allocations.append(new)
     total = sum(a.nbytes for a in program.allocations)
     if total > SHARED_BYTES:

@@ -61,11 +61,10 @@ class Scalar(Value):
     def dtype(self) -> Any:
         return GLUON[self.kind]
 
-    def to(self, dtype: Any, bitcast: bool = False, **_: Any) -> Scalar:
-        if bitcast:
-            return Tensor(torch.tensor(self.value, dtype=self.kind)).to(dtype, bitcast=True).item()
-        value = math.trunc(self.value) if not TORCH[dtype].is_floating_point else self.value
-        return Scalar(value, TORCH[dtype])
+    def to(self, dtype: Any, *args: Any, **kwargs: Any) -> Scalar:
+        if "bitcast" in kwargs:
+            return Tensor(torch.tensor(self.value, dtype=self.kind)).to(dtype, **kwargs).item()
+        return Tensor(torch.tensor(self.value, dtype=self.kind)).to(dtype).item()
 
     def __bool__(self) -> bool:
         return bool(self.value)
@@ -142,10 +141,17 @@ class Tensor(Value):
         return Tensor(-self.v)
 
     def __invert__(self) -> Tensor:
-        return Tensor(~self.v)
+        return Tensor(~self.v if self.kind not in UNSIGNED else narrow(~wide(self.v), self.kind))
 
-    def to(self, dtype: Any, bitcast: bool = False, **_: Any) -> Tensor:
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.shape}"
+
+    def to(
+        self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False
+    ) -> Tensor:
         v, kind = self.v, TORCH[dtype]
+        if fp_downcast_rounding not in (None, "rtne"):
+            raise NotEmulated(f"{here()}: rounding {fp_downcast_rounding}")
         if bitcast:
             return Tensor(v.contiguous().view(kind))
         if kind in FLOAT8 and v.dtype != kind:
@@ -153,9 +159,32 @@ class Tensor(Value):
             v = v.float().clamp(-top, top)
         elif v.dtype in FLOAT8:
             v = v.float()
-        return Tensor(v.to(kind))
+        if v.is_floating_point() and not kind.is_floating_point and kind is not torch.bool:
+            info = torch.iinfo(kind)  # cvt saturates, and makes 0 of NaN
+            v = v.double().nan_to_num(0).trunc()
+            top, bottom = v >= info.max, v <= info.min
+            v = torch.where(top | bottom, 0, v).to(torch.int64)
+            v = torch.where(top, info.max if info.max < 2**63 else -1, v)
+            v = torch.where(bottom, info.min, v)
+        return Tensor(v.to(kind) if kind not in UNSIGNED else narrow(wide(v), kind))
 
     # The forms of `gl.f(x, ...)` that a tensor has as methods are attached in language.py.
+
+
+# Torch has these types, but next to no arithmetic on them: it is done in int64.
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def wide(v: torch.Tensor) -> torch.Tensor:
+    """The same bits of an unsigned tensor, as int64."""
+    return v.view(torch.int64) if v.dtype is torch.uint64 else v.to(torch.int64)
+
+
+def narrow(v: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The lower bits of an int64 tensor, as an unsigned one."""
+    if kind is torch.uint64:
+        return v.contiguous().view(kind)
+    return (v & ((1 << 8 * kind.itemsize) - 1)).to(kind)
 
 
 def kind_of(x: Any) -> torch.dtype:
@@ -227,6 +256,14 @@ OPERATORS = {
 def binary(name: str, a: Any, b: Any) -> Any:
     """`a` and `b` combined as Triton does: in a common type, wrapped or rounded to it."""
     f = OPERATORS[name]
+    # Most of what a kernel does needs no conversion: floats, and counters with constants.
+    if type(a) is type(b) is Tensor and a.v.dtype is b.v.dtype is torch.float32 and not f.integers:
+        return Tensor(f.tensors(a.v, b.v))
+    if type(b) is int and type(a) is Scalar and a.kind is torch.int32 and 0 < b < 2**31:
+        if f.compares:
+            return Scalar(f.scalars(a.value, b), torch.bool)
+        if name in ("add", "sub", "mul", "floordiv", "mod", "and", "xor"):
+            return Scalar(f.scalars(a.value, b), torch.int32)
     (x, y), kind = together(a, b, division=f.divides)
     if kind.is_floating_point and f.integers:
         raise EmulatorError(f"{here()}: {name} of {kind_of(a)} and {kind_of(b)}")
@@ -249,19 +286,12 @@ def binary(name: str, a: Any, b: Any) -> Any:
     return Scalar(f.scalars(x, y), torch.bool if f.compares else kind)
 
 
-# Torch has these types, but next to no arithmetic on them: it is done in int64.
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-
-
 def _unsigned(name: str, x: Any, y: Any, kind: torch.dtype) -> Tensor:
-    x, y = (torch.as_tensor(z, dtype=kind) for z in (x, y))
-    f, mask = OPERATORS[name], (1 << 8 * kind.itemsize) - 1
-    if kind is torch.uint64:
-        if f.divides or f.compares or name == "rshift":
-            raise NotEmulated(f"{here()}: {name} of uint64")
-        return Tensor(f.tensors(x.view(torch.int64), y.view(torch.int64)).view(kind))
-    out = f.tensors(x.to(torch.int64), y.to(torch.int64))
-    return Tensor(out if f.compares else (out & mask).to(kind))
+    f = OPERATORS[name]
+    if kind is torch.uint64 and (f.divides or f.compares or name == "rshift"):
+        raise NotEmulated(f"{here()}: {name} of uint64")
+    out = f.tensors(*(wide(torch.as_tensor(z, dtype=kind)) for z in (x, y)))
+    return Tensor(out if f.compares else narrow(out, kind))
 
 
 def _attach(name: str) -> None:
@@ -286,8 +316,12 @@ for _name in OPERATORS:
 
 def elementwise(f: Callable[..., torch.Tensor], *xs: Any) -> Any:
     """A function of torch on operands of one type; of scalars alone it is a scalar."""
+    if len(xs) == 1 and type(xs[0]) is Tensor and xs[0].kind is torch.float32:
+        return Tensor(f(xs[0].v))
     args, kind = together(*xs)
-    wide = torch.float32 if kind in HALVES else kind
-    args = [torch.as_tensor(x, dtype=kind).to(wide) for x in args]
-    out = Tensor(f(*args).to(kind))
+    args = [torch.as_tensor(x, dtype=kind) for x in args]
+    if kind in UNSIGNED:
+        out = Tensor(narrow(f(*(wide(x) for x in args)), kind))
+    else:
+        out = Tensor(f(*(x.float() if kind in HALVES else x for x in args)).to(kind))
     return out if any(isinstance(x, Tensor) for x in xs) else out.item()

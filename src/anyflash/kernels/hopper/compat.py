@@ -16,10 +16,15 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
-aggregate = getattr(gluon, "aggregate", None) or core._aggregate
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+def _first(*candidates: tuple[Any, str]) -> Any:
+    return next(getattr(module, name) for module, name in candidates if hasattr(module, name))
+
+
+aggregate = _first((gluon, "aggregate"), (core, "_aggregate"))
+barrier = _first((gl, "barrier"), (gl, "thread_barrier"))
+async_load = _first((tma, "async_load"), (tma, "async_copy_global_to_shared"))
+async_store = _first((tma, "async_store"), (tma, "async_copy_shared_to_global"))
 
 
 @_core.builtin

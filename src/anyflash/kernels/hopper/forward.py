@@ -1,0 +1,280 @@
+"""Forward of attention on Hopper.
+
+A program takes blocks of BLOCK_Q = 64 · CONSUMERS query rows of one head, one after the other, and
+for each of them walks over the tiles of BLOCK_KV keys that its rows see, from the last to the
+first, so that the tiles that need a mask come first:
+
+    m, l, O = −∞, 0, 0
+    S = Q K^T                              [64, BLOCK_KV] in each consumer
+    for each tile:
+        P, m', l' = softmax of S over what came before
+        S' = Q K'^T                        of the next tile, in flight together with
+        O += P V                           [64, Dv], of this one
+        O *= 2^(m − m')
+    out, lse = O / l, ln 2 · (m + log2 l)
+
+One warp, the producer, starts all copies from global memory; each consumer is a warpgroup with 64
+rows. The tensor cores compute S of the next tile while a consumer exponentiates this one.
+
+Shapes: q, out (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), in any strides that TMA takes
+(16-byte multiples, last one 1), through descriptors of four axes: rows beyond a sequence are zeros
+in shared memory and are not written; so are columns beyond D where the tile is wider. lse (B, Hq,
+Sq) float32, contiguous.
+
+Source: FlashAttention-3 (Shah et al., 2024), algorithms 1 and 2, for the roles and the overlap
+inside a warpgroup.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anyflash.kernels.hopper.compat import async_store, barrier
+from anyflash.kernels.hopper.masking import Window, key_tiles, mask_scores, needs_mask
+from anyflash.kernels.hopper.pipeline import channel, place
+from anyflash.kernels.hopper.softmax import LN2, logits, online_softmax, sum_in_thread, with_sink
+
+ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors over (B, H, S, D); the boxes are [1, 1, rows, columns]."""
+
+    q: Any  # rows of one consumer
+    k: Any  # BLOCK_KV rows
+    v: Any
+    out: Any  # rows of one consumer
+
+
+class Numbers(NamedTuple):
+    """What the softmax needs besides the scores."""
+
+    scale_log2: Any  # what scores are multiplied by in the exponent
+    scale: Any  # what they are multiplied by before, under SCALED and SOFTCAP
+    softcap: Any
+
+
+class Schedule(NamedTuple):
+    """The blocks of all heads in the order in which programs take them.
+
+    Heads come in sections whose keys and values fit in L2 together. In a section the head runs
+    fastest and blocks go from the last, which under a causal mask is the longest, to the first.
+    """
+
+    batch: Any
+    heads: Any
+    group: Any  # query heads of one key head
+    section: Any  # batch · heads of one section
+
+
+class Flags(NamedTuple):
+    """Compile-time constants: what a problem asks for, and how it is done."""
+
+    LEFT: Any
+    RIGHT: Any
+    SCALED: Any
+    SOFTCAP: Any
+    SINK: Any
+    PINGPONG: Any
+    SHARED: Any  # the output takes the place of Q in shared memory
+
+
+@gluon.jit
+def block_of(number, schedule, queries, BLOCK_Q: gl.constexpr):
+    """(batch element, head, first row) of the number-th block."""
+    blocks = gl.cdiv(queries, BLOCK_Q)
+    heads = schedule.batch * schedule.heads
+    before = number // (schedule.section * blocks) * schedule.section
+    width = gl.minimum(schedule.section, heads - before)
+    inside = number - before * blocks
+    head = before + inside % width
+    row = (blocks - 1 - inside // width) * BLOCK_Q
+    return head // schedule.heads, head % schedule.heads, row
+
+
+@gluon.jit
+def take_turns(PINGPONG: gl.constexpr, KIND: gl.constexpr, WHO: gl.constexpr):
+    """`bar.sync` or `bar.arrive` at the named barrier of a consumer, for two of them.
+
+    Who may issue products is announced by the other one, so that their exponentials fall into
+    different times.
+    """
+    if PINGPONG:
+        # The compiler has the barriers below 8.
+        text: gl.constexpr = f"bar.{KIND} {8 + WHO}, 256; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(
+            text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def producer(work, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    descs, q, k, v, window, schedule, total = work
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
+    done = 0
+    step = 0
+    for number in range(gl.program_id(0), total, gl.num_programs(0)):
+        b, h, row = block_of(number, schedule, window.queries, BLOCK_Q)
+        first, last = key_tiles(row, window, BLOCK_Q, BLOCK_KV, FLAGS)
+        h_kv = h // schedule.group
+        for w in gl.static_range(CONSUMERS):
+            q.fill(descs.q, [b, h, row + w * ROWS, 0], w, done & 1)
+        for j in range(last - first):
+            slot, phase = place(step, SLOTS)
+            key = (last - 1 - j) * BLOCK_KV
+            k.fill(descs.k, [b, h_kv, key, 0], slot, phase)
+            v.fill(descs.v, [b, h_kv, key, 0], slot, phase)
+            step += 1
+        done += 1
+
+
+@gluon.jit
+def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    descs, q, k, v, window, schedule, total = work
+    outs, lse_ptr, sink_ptr, numbers = results
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
+    DV: gl.constexpr = v.tiles.type.shape[4]
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, k_width=2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
+    s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    done = 0
+    step = 0
+    if WHO == CONSUMERS - 1:
+        take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the first consumer waits for it, to begin
+    for number in range(gl.program_id(0), total, gl.num_programs(0)):
+        b, h, block_row = block_of(number, schedule, window.queries, BLOCK_Q)
+        first, last = key_tiles(block_row, window, BLOCK_Q, BLOCK_KV, FLAGS)
+        row = block_row + WHO * ROWS
+        key = (last - 1) * BLOCK_KV
+        row_max = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
+        row_sum = sum_in_thread(s_zero)
+        o = gl.zeros([ROWS, DV], gl.float32, o_layout)
+
+        q_tile = q.wait(WHO, done & 1)
+        slot, phase = place(step, SLOTS)
+        k_tile = k.wait(slot, phase)
+        take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True)
+        take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
+        s = warpgroup_mma_wait(0, [s])
+        k.release(slot)
+        s = logits(s, numbers, FLAGS)
+        if needs_mask(key, row, window, ROWS, BLOCK_KV, FLAGS):
+            s = mask_scores(s, key, row, window, FLAGS)
+        p, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
+        p = gl.convert_layout(p.to(dtype), p_layout)
+        for _ in range(1, last - first):
+            v_slot, v_phase = place(step, SLOTS)
+            step += 1
+            slot, phase = place(step, SLOTS)
+            key -= BLOCK_KV
+            k_tile = k.wait(slot, phase)
+            take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
+            s_next = warpgroup_mma(
+                q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True
+            )
+            v_tile = v.wait(v_slot, v_phase)
+            o_next = warpgroup_mma(p, v_tile, o, is_async=True)
+            take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
+            s = warpgroup_mma_wait(1, [s_next])  # P V goes on under the exponentials
+            k.release(slot)
+            s = logits(s, numbers, FLAGS)
+            if needs_mask(key, row, window, ROWS, BLOCK_KV, FLAGS):
+                s = mask_scores(s, key, row, window, FLAGS)
+            p, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
+            o = warpgroup_mma_wait(0, [o_next])
+            v.release(v_slot)
+            # Not before: while registers are written that a product in flight reads, ptxas lets
+            # no product overlap another (C7513).
+            p = gl.convert_layout(p.to(dtype), p_layout)
+            o = o * gl.convert_layout(shrink, o_rows)[:, None]
+        if not FLAGS.SHARED:
+            q.release(WHO)
+        slot, phase = place(step, SLOTS)
+        step += 1
+        o = warpgroup_mma(p, v.wait(slot, phase), o, is_async=True)
+        o = warpgroup_mma_wait(0, [o])
+        v.release(slot)
+
+        total_sum = gl.convert_layout(gl.sum(row_sum, 1), s_rows)
+        if FLAGS.SINK:
+            shrink, row_max, total_sum = with_sink(row_max, total_sum, gl.load(sink_ptr + h))
+            o = o * gl.convert_layout(shrink, o_rows)[:, None]
+        rows = row + gl.arange(0, ROWS, layout=s_rows)
+        lse = (row_max + gl.log2(total_sum)) * LN2  # −inf where a row has nothing
+        lse_row = lse_ptr + (b * schedule.heads + h).to(gl.int64) * window.queries
+        gl.store(lse_row + rows, lse, mask=rows < window.queries)
+        divisor = gl.where(total_sum == 0.0, 1.0, total_sum)  # there O is 0, and stays so
+        o = o * gl.convert_layout(1.0 / divisor, o_rows)[:, None]
+        tma.store_wait(0)  # my output of the block before has left its place
+        barrier()  # only the thread that issued it has waited
+        out_tile = outs.index(WHO)
+        out_tile.reshape([ROWS, DV]).store(o.to(dtype))
+        fence_async_shared()  # TMA reads it, through another proxy
+        barrier()  # all threads have stored what one of them hands to TMA
+        async_store(descs.out, [b, h, row, 0], out_tile)
+        if FLAGS.SHARED:
+            tma.store_wait(0)  # the output has left the place of Q
+            q.release(WHO)
+        done += 1
+    tma.store_wait(0)  # shared memory is gone when the program ends
+    if WHO == 0:
+        take_turns(FLAGS.PINGPONG, "sync", WHO)  # takes the last arrival: none may be left over
+
+
+# Numbers stand one by one: in a tuple Triton would compile anew for a length of 1, or of 16.
+RUNTIME_NUMBERS = ["queries", "keys", "left", "right", "batch", "heads", "group", "section", "total"]
+
+
+@gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, numbers, queries, keys, left, right,
+    batch, heads, group, section, total, CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    window = Window(queries, keys, left, right)
+    schedule = Schedule(batch, heads, group, section)
+    q = channel(descs.q, CONSUMERS, 1)
+    k = channel(descs.k, KV_SLOTS, CONSUMERS)
+    v = channel(descs.v, KV_SLOTS, CONSUMERS)
+    if FLAGS.SHARED:
+        outs = q.tiles
+    else:
+        out_shape: gl.constexpr = [CONSUMERS] + descs.out.block_type.shape  # noqa: RUF005
+        outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
+    work = (descs, q, k, v, window, schedule, total)
+    results = (outs, lse_ptr, sink_ptr, numbers)
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (work, results, 0, CONSUMERS, FLAGS)),
+            (consumer, (work, results, 1, CONSUMERS, FLAGS)),
+            (producer, (work, CONSUMERS, FLAGS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (consumer, (work, results, 0, CONSUMERS, FLAGS)),
+            (consumer, (work, results, 1, CONSUMERS, FLAGS)),
+            (consumer, (work, results, 2, CONSUMERS, FLAGS)),
+            (producer, (work, CONSUMERS, FLAGS)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    # fmt: on

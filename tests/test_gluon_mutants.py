@@ -1,0 +1,358 @@
+"""The Gluon emulator catches planted faults in real kernels: see gluon_mutants.py."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from torch import Tensor
+
+import plain
+from gluon_emulator import NotEmulated
+from gluon_mutants import Mutant, Result, Subject, caught, mutants, patches
+from plain import Terms
+
+# A fault may hide from this many schedules before it counts as missed. What is no fault meets
+# fewer, since it meets them all.
+SEEDS = range(12)
+SEEDS_OF_SURVIVORS = range(3)
+
+# The kernels' inputs, one head or two, and what they should make of them.
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+    return j <= i + offset
+
+
+def inputs(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(sum(map(math.prod, shapes)))
+    return [torch.randn(s, generator=g).to(dtype) for s in shapes]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
+    return plain.attention(q, k, v, Terms(seen=causal if masked else None))
+
+
+Sizes = tuple[int, int, int, int]  # heads, queries, keys, D
+
+
+@cache
+def forward_example(sizes: Sizes, masked: bool) -> tuple[list[Tensor], tuple, tuple]:
+    heads, sq, sk, d = sizes
+    xs = inputs(torch.float16, (1, heads, sq, d), (1, heads, sk, d), (1, heads, sk, d))
+    return xs, attention(*xs, masked), attention(*(x.double() for x in xs), masked)
+
+
+def forward(module: ModuleType, sizes: Sizes, masked: bool, **options: Any) -> list[Result]:
+    xs, like, exact = forward_example(sizes, masked)
+    found = module.forward(*xs, masked, block_kv=64, **options)
+    return [Result(*x) for x in zip(("out", "lse"), found, like, exact, strict=True)]
+
+
+@cache
+def backward_example(sizes: Sizes, masked: bool, low: bool) -> tuple[list[Tensor], list, list]:
+    heads, sq, sk, d = sizes
+    shapes = (1, heads, sq, d), (1, heads, sk, d), (1, heads, sk, d), (1, heads, sq, d)
+    q, k, v, dout = inputs(torch.float16, *shapes)
+    if low:  # scores so far below zero that exp(−lse) is infinite
+        q, k = q + 4, k - 4
+
+    def gradients(*xs: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in xs]
+        out, lse = attention(*leaves, masked)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+    out, lse, *exact = gradients(q.double(), k.double(), v.double())
+    given = [q, k, v, out.detach().half(), lse.detach().float(), dout]
+    return given, gradients(q, k, v)[2:], exact
+
+
+def backward(
+    module: ModuleType, sizes: Sizes, masked: bool, low: bool = False, **options: Any
+) -> list[Result]:
+    given, like, exact = backward_example(sizes, masked, low)
+    found = module.backward(*given, causal=masked, **options)
+    return [Result(*x) for x in zip(("dq", "dk", "dv"), found, like, exact, strict=True)]
+
+
+@cache
+def fp8_example(sizes: Sizes, peak: bool) -> tuple[list[Tensor], Tensor, Tensor]:
+    heads, sq, sk, d = sizes
+    e4m3 = torch.float8_e4m3fn
+    xs = inputs(e4m3, (1, heads, sq, d), (1, heads, sk, d), (1, heads, sk, d))
+    if peak:  # one key far above the others, whose P are then small numbers of e4m3
+        xs[0][..., 0], xs[1][:, :, 5, 0] = 4, 20
+    exact = attention(*(x.double() for x in xs), False)[0]
+    # Plain PyTorch with P in e4m3, at 256 times its size as in the kernel.
+    q, k, v = (x.float() for x in xs)
+    s = q @ k.mT / math.sqrt(d)
+    p = torch.exp(s - s.amax(-1, keepdim=True)) * 256
+    like = p.to(e4m3).float() @ v / p.sum(-1, keepdim=True)
+    return xs, like, exact
+
+
+def fp8(module: ModuleType, sizes: Sizes, peak: bool = False, **options: Any) -> list[Result]:
+    (q, k, v), like, exact = fp8_example(sizes, peak)
+    found = module.forward(q, k, module.prepare_values(v), block_kv=64, **options)
+    return [Result("out", found, like.to(found.dtype), exact)]
+
+
+KERNELS, PATCHES = "tests/gluon_kernels/", "tests/gluon_patches/"
+SUBJECTS = {
+    "forward": Subject(
+        (KERNELS + "forward.py",),
+        (
+            partial(forward, sizes=(1, 200, 260, 64), masked=True, pingpong=True),
+            partial(forward, sizes=(2, 230, 200, 64), masked=False, pingpong=True, programs=2),
+            partial(forward, sizes=(2, 260, 130, 64), masked=True, programs=1),
+            partial(forward, sizes=(1, 200, 330, 64), masked=False, consumers=3, stages=3),
+        ),
+        PATCHES + "forward.txt",
+    ),
+    "backward": Subject(
+        (KERNELS + "backward.py",),
+        (
+            partial(backward, sizes=(1, 200, 260, 64), masked=True),
+            partial(backward, sizes=(2, 200, 130, 64), masked=False, ds_stages=1),
+            partial(backward, sizes=(1, 260, 130, 128), masked=True, stages=1),
+            partial(backward, sizes=(1, 70, 70, 64), masked=False, low=True),
+        ),
+        PATCHES + "backward.txt",
+    ),
+    "fp8": Subject(
+        (KERNELS + "fp8.py",),
+        (
+            partial(fp8, sizes=(1, 128, 384, 64), polynomial=50),
+            partial(fp8, sizes=(2, 256, 192, 64), stages=1, peak=True, out_dtype=torch.float32),
+        ),
+        PATCHES + "fp8.txt",
+    ),
+}
+# What is no fault, and why. `barrier()` in a kernel is for the reader: what the compiler adds by
+# itself is tested in test_gluon_compiler.py.
+BEFORE_ARRIVE = "the compiler lets the threads of a partition meet before each arrive"
+BEFORE_TMA = "the compiler lets the threads meet before TMA reads a tile that they have written"
+SURVIVORS = {
+    "forward": {
+        "producer: barrier(): dropped": BEFORE_ARRIVE,
+        "consumer: barrier(): dropped": BEFORE_TMA,
+        "consumer: barrier() #2: dropped": BEFORE_ARRIVE,
+        "a later K is released before the wait for its product": (
+            "before it overwrites this K, the producer waits for the V of the tile before, and"
+            " consumers release that after a wait for all products"
+        ),
+        "the output's fence comes after the barrier": (
+            "a proxy fence may stand anywhere between the stores and the copy"
+        ),
+        "the last rows go out by TMA, clipped": "TMA drops what lies beyond the tensor's edge",
+        "ping-pong barriers of 128 threads": (
+            "each consumer alone completes them, so turns are not taken; no memory depends on turns"
+        ),
+        "Q is waited for twice": "the second wait meets a phase that is over",
+    },
+    "backward": {
+        "consumer: barrier(): dropped": BEFORE_TMA,
+        "query_gradient: barrier(): dropped": (
+            "the compiler lets the threads meet after `store_wait`"
+        ),
+        "query_gradient: barrier() #2: dropped": BEFORE_TMA,
+        "lse beyond the end is 0": (
+            "rows of dO and delta beyond the end are 0 as well, so what P multiplies there is 0"
+        ),
+    },
+    "fp8": {"consumer: barrier(): dropped": BEFORE_TMA},
+}
+
+MUTANTS = {name: mutants(subject) for name, subject in SUBJECTS.items()}
+EACH = [pytest.param(s, m, id=f"{s}-{m.name}") for s, ms in MUTANTS.items() for m in ms]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_as_they_are_pass(subject: str, seed: int) -> None:
+    assert caught(SUBJECTS[subject], None, [seed]) is None
+
+
+@pytest.mark.parametrize(("subject", "mutant"), EACH)
+def test_a_planted_fault_is_caught(subject: str, mutant: Mutant) -> None:
+    reason = SURVIVORS.get(subject, {}).get(mutant.name)
+    if reason is None:
+        assert caught(SUBJECTS[subject], mutant, SEEDS), "missed: a hole, or no fault?"
+    else:
+        found = caught(SUBJECTS[subject], mutant, SEEDS_OF_SURVIVORS)
+        assert found is None, f"said to be no fault: {reason}"
+
+
+def test_tables_are_true() -> None:
+    """Names are unique, no reason is left over from a mutant that is gone, faults are many."""
+    assert SURVIVORS.keys() <= SUBJECTS.keys()
+    for subject, ms in MUTANTS.items():
+        names = {m.name for m in ms}
+        assert len(names) == len(ms)
+        assert SURVIVORS.get(subject, {}).keys() <= names
+        assert len(ms) >= len(list(patches(SUBJECTS[subject]))) + 20, "few statements were found"
+    assert len(EACH) - sum(map(len, SURVIVORS.values())) >= 60
+
+
+# The machinery itself.
+
+
+def two_files(folder: Path, patch: str | None = None) -> Subject:
+    """A kernel whose channel is an aggregate in another file."""
+    if patch is not None:
+        (folder / "patch.txt").write_text(patch)
+    for name, text in (("mutant_kernel", KERNEL), ("mutant_channel", CHANNEL)):
+        (folder / f"{name}.py").write_text(text)
+
+    def check(module: ModuleType) -> list[Result]:
+        numbers = torch.arange(3.0).repeat_interleave(32)
+        return [Result("numbers", module.numbers(3).float(), numbers, numbers)]
+
+    files = (str(folder / "mutant_kernel.py"), str(folder / "mutant_channel.py"))
+    return Subject(files, (check,), patch and str(folder / "patch.txt"))
+
+
+CHANNEL = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from anyflash.kernels.hopper.compat import aggregate
+
+
+@aggregate
+class Channel:
+    tile: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tile, full, empty):
+        self.tile = tile
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def put(self, value, phase):
+        mbarrier.wait(self.empty, phase ^ 1)
+        self.tile.store(value)
+        mbarrier.arrive(self.full, count=1)
+
+    @gluon.jit
+    def get(self, phase):
+        mbarrier.wait(self.full, phase)
+        return self.tile
+
+    @gluon.jit
+    def release(self):
+        mbarrier.arrive(self.empty, count=1)
+"""
+KERNEL = """
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mutant_channel import Channel
+
+
+@gluon.jit
+def writer(channel, out, count):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for i in range(count):
+        channel.put(gl.full([32], i, gl.int32, layout), i & 1)
+
+
+@gluon.jit
+def reader(channel, out, count):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for i in range(count):
+        x = channel.get(i & 1).load(layout)
+        channel.release()
+        gl.store(out + i * 32 + gl.arange(0, 32, layout), x)
+
+
+@gluon.jit
+def kernel(out, count):
+    tile = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    channel = Channel(tile, full, empty)
+    args = (channel, out, count)
+    gl.warp_specialize([(writer, args), (reader, args)], [4], [64])
+
+
+def numbers(count):
+    out = torch.empty(count * 32, dtype=torch.int32)
+    kernel[(1,)](out, count, num_warps=4)
+    return out
+"""
+
+
+def test_helpers_in_another_file_are_attacked(tmp_path: Path) -> None:
+    subject = two_files(tmp_path)
+    found = {m.name: caught(subject, m, SEEDS) for m in mutants(subject)}
+    assert {
+        "writer: channel.put(gl.full([32], i, gl.int32, layout), i & 1): dropped",
+        "writer: channel.put(gl.full([32], i, gl.int32, layout), i & 1): other phase",
+        "reader: channel.get(i & 1): does not synchronise",
+        "reader: channel.release(): dropped",
+        "get: mbarrier.wait(self.full, phase): dropped",
+        "kernel: mbarrier.init(full, count=1): count + 1",
+    } <= found.keys()
+    assert all(found.values()), found
+    assert caught(subject, None, SEEDS) is None
+
+
+def test_a_patch_must_fit(tmp_path: Path) -> None:
+    for number, patch in enumerate(("gone\n-no such text\n+x\n", "twice\n-count=1\n+count=2\n")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(ValueError, match="times, not once"):
+            mutants(two_files(folder, patch=patch))
+    folder = tmp_path / "form"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="neither old nor new"):
+        mutants(two_files(folder, patch="a name\nand no sign\n"))
+
+
+@pytest.mark.parametrize(
+    ("new", "error"), [("await_barrier(", NameError), ("gl.histogram(", NotEmulated)]
+)
+def test_what_is_no_legal_kernel_is_not_caught(tmp_path: Path, new: str, error: type) -> None:
+    patch = f"a mistake\n-mbarrier.wait(self.full\n+{new}self.full\n"
+    subject = two_files(tmp_path, patch=patch)
+    with pytest.raises(error):
+        caught(subject, next(patches(subject)), SEEDS)
+
+
+def statistics() -> None:
+    """How much each net catches: `PYTHONPATH=tests python tests/test_gluon_mutants.py`."""
+    for name, subject in SUBJECTS.items():
+        by_hand = len(list(patches(subject)))
+        found = {m.name: caught(subject, m, SEEDS) for m in MUTANTS[name]}
+        values = [caught(subject, m, SEEDS, races=False) for m in MUTANTS[name]]
+        print(
+            f"{name}: {len(found) - by_hand} mechanical, {by_hand} by hand;"
+            f" caught {sum(map(bool, found.values()))},"
+            f" at the first seed {sum(c is not None and c.seed == 0 for c in found.values())},"
+            f" without vector clocks {sum(map(bool, values))};"
+            f" {dict(Counter(c.error for c in found.values() if c))}"
+        )
+        print(*(f"  lives: {m}" for m, c in found.items() if c is None), sep="\n")
+        print(*(f"  late: {m} {c}" for m, c in found.items() if c and c.seed > 0), sep="\n")
+
+
+if __name__ == "__main__":
+    statistics()
