@@ -70,6 +70,11 @@ def e4m3x4(*xs: Any) -> Tensor:
     return Tensor(bytes_.view(torch.int32)[..., 0])
 
 
+def halves(kind: str, low: Tensor, high: Tensor) -> Tensor:
+    t = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    return Tensor(torch.stack([low.v.to(t), high.v.to(t)], -1).view(torch.int32)[..., 0])
+
+
 # A pattern for the text, white space and an output that only satisfies the compiler apart, and
 # what it does with the match and the arguments.
 TABLE: list[tuple[str, Callable[[re.Match, list], Any]]] = [
@@ -85,6 +90,7 @@ TABLE: list[tuple[str, Callable[[re.Match, list], Any]]] = [
         r" cvt\.rn\.satfinite\.e4m3x2\.f32 hi, \$4, \$3; mov\.b32 \$0, \{lo, hi\}; \}",
         lambda _, xs: e4m3x4(*xs),
     ),
+    (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", lambda m, xs: halves(m[1], *xs)),
 ]
 TABLE += [
     (rf"{name} \$0, \$1;", lambda _, xs, f=f: elementwise(f, *xs))

@@ -2,7 +2,7 @@
 
 A program takes blocks of BLOCK_Q = 64 · CONSUMERS query rows of one head, one after the other, and
 for each of them walks over the tiles of BLOCK_KV keys that its rows see, from the last to the
-first, so that the tiles that need a mask come first:
+first:
 
     m, l, O = −∞, 0, 0
     S = Q K^T                              [64, BLOCK_KV] in each consumer
@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,12 +39,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflash.kernels.hopper.compat import async_store, barrier
-from anyflash.kernels.hopper.masking import Window, key_tiles, mask_scores, needs_mask
-from anyflash.kernels.hopper.pipeline import channel, place
-from anyflash.kernels.hopper.softmax import LN2, logits, online_softmax, sum_in_thread, with_sink
+from anyflash.kernels.hopper.masking import Window, clear_tiles, key_tiles, mask_scores
+from anyflash.kernels.hopper.pipeline import channel, place, tickets
+from anyflash.kernels.hopper.softmax import (
+    LN2,
+    LOG2E,
+    logits,
+    online_softmax,
+    pack,
+    sum_in_thread,
+    unpack,
+    with_sink,
+)
+from anyflash.kernels.hopper.tiles import Tile, choose
 
+TICKETS = gl.constexpr(2)  # so that the next number can be drawn before all have taken the last
 ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
 
 
@@ -66,8 +80,9 @@ class Numbers(NamedTuple):
 class Schedule(NamedTuple):
     """The blocks of all heads in the order in which programs take them.
 
-    Heads come in sections whose keys and values fit in L2 together. In a section the head runs
-    fastest and blocks go from the last, which under a causal mask is the longest, to the first.
+    Heads come in sections. In a section the head runs fastest and blocks go from the last, which
+    under a causal mask is the longest, to the first. The smaller a section, the more of its keys
+    and values are in L2; the larger, the better long and short blocks even out.
     """
 
     batch: Any
@@ -85,6 +100,7 @@ class Flags(NamedTuple):
     SOFTCAP: Any
     SINK: Any
     PINGPONG: Any
+    DYNAMIC: Any  # programs draw their blocks from a counter; else each has one block at most
     SHARED: Any  # the output takes the place of Q in shared memory
 
 
@@ -117,31 +133,80 @@ def take_turns(PINGPONG: gl.constexpr, KIND: gl.constexpr, WHO: gl.constexpr):
 
 
 @gluon.jit
-def producer(work, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, window, schedule, total = work
+def producer(work, counter, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    descs, q, k, v, draw, window, schedule, total = work
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = k.tiles.type.shape[0]
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
-    done = 0
+    turn = 0
     step = 0
-    for number in range(gl.program_id(0), total, gl.num_programs(0)):
+    number = gl.program_id(0)
+    while number < total:
         b, h, row = block_of(number, schedule, window.queries, BLOCK_Q)
+        number = total
+        if FLAGS.DYNAMIC:
+            # Early: consumers want it when they are done with this block.
+            number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+            slot, phase = place(turn, TICKETS)
+            draw.give(number, slot, phase)
         first, last = key_tiles(row, window, BLOCK_Q, BLOCK_KV, FLAGS)
         h_kv = h // schedule.group
         for w in gl.static_range(CONSUMERS):
-            q.fill(descs.q, [b, h, row + w * ROWS, 0], w, done & 1)
+            q.fill(descs.q, [b, h, row + w * ROWS, 0], w, turn & 1)
         for j in range(last - first):
             slot, phase = place(step, SLOTS)
             key = (last - 1 - j) * BLOCK_KV
             k.fill(descs.k, [b, h_kv, key, 0], slot, phase)
             v.fill(descs.v, [b, h_kv, key, 0], slot, phase)
             step += 1
-        done += 1
+        turn += 1
+
+
+@gluon.jit
+def walk(
+    job, state, above, below, MASKED: gl.constexpr, WHO: gl.constexpr, CONSUMERS: gl.constexpr,
+    FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Go over the key tiles below `above` down to `below`: S of each in flight together with P V
+    of the one before. One body, compiled with and without a mask: a branch inside it would cut the
+    exponentials off from the products (4 % at D = 128, S = 16k)."""
+    k, v, q_tile, row, window, numbers = job
+    p, o, row_max, row_sum, step = state
+    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
+    THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, k_width=2)
+    dtype: gl.constexpr = k.tiles.dtype
+    s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    for j in range(above - below):
+        v_slot, v_phase = place(step, SLOTS)
+        step += 1
+        slot, phase = place(step, SLOTS)
+        k_tile = k.wait(slot, phase)
+        take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True)
+        v_tile = v.wait(v_slot, v_phase)
+        o_next = warpgroup_mma(unpack(p, dtype, p_layout), v_tile, o, is_async=True)
+        take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
+        s = warpgroup_mma_wait(1, [s])  # P V goes on under the exponentials
+        k.release(slot)
+        s = logits(s, numbers, FLAGS)
+        if MASKED:
+            s = mask_scores(s, (above - 1 - j) * BLOCK_KV, row, window, FLAGS)
+        weights, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
+        o = warpgroup_mma_wait(0, [o_next])
+        v.release(v_slot)
+        # Not before: while registers are written that a product in flight reads, ptxas lets no
+        # product overlap another (C7513).
+        p = pack(weights, dtype)
+        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
+    return p, o, row_max, row_sum, step
 
 
 @gluon.jit
 def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, window, schedule, total = work
+    descs, q, k, v, draw, window, schedule, total = work
     outs, lse_ptr, sink_ptr, numbers = results
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = k.tiles.type.shape[0]
@@ -155,20 +220,20 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
-    done = 0
+    turn = 0
     step = 0
+    number = gl.program_id(0)
     if WHO == CONSUMERS - 1:
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the first consumer waits for it, to begin
-    for number in range(gl.program_id(0), total, gl.num_programs(0)):
+    while number < total:
         b, h, block_row = block_of(number, schedule, window.queries, BLOCK_Q)
         first, last = key_tiles(block_row, window, BLOCK_Q, BLOCK_KV, FLAGS)
         row = block_row + WHO * ROWS
-        key = (last - 1) * BLOCK_KV
         row_max = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
         row_sum = sum_in_thread(s_zero)
         o = gl.zeros([ROWS, DV], gl.float32, o_layout)
 
-        q_tile = q.wait(WHO, done & 1)
+        q_tile = q.wait(WHO, turn & 1)
         slot, phase = place(step, SLOTS)
         k_tile = k.wait(slot, phase)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
@@ -177,39 +242,26 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
         s = logits(s, numbers, FLAGS)
-        if needs_mask(key, row, window, ROWS, BLOCK_KV, FLAGS):
-            s = mask_scores(s, key, row, window, FLAGS)
+        s = mask_scores(s, (last - 1) * BLOCK_KV, row, window, FLAGS)
         p, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
-        p = gl.convert_layout(p.to(dtype), p_layout)
-        for _ in range(1, last - first):
-            v_slot, v_phase = place(step, SLOTS)
-            step += 1
-            slot, phase = place(step, SLOTS)
-            key -= BLOCK_KV
-            k_tile = k.wait(slot, phase)
-            take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
-            s_next = warpgroup_mma(
-                q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True
-            )
-            v_tile = v.wait(v_slot, v_phase)
-            o_next = warpgroup_mma(p, v_tile, o, is_async=True)
-            take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
-            s = warpgroup_mma_wait(1, [s_next])  # P V goes on under the exponentials
-            k.release(slot)
-            s = logits(s, numbers, FLAGS)
-            if needs_mask(key, row, window, ROWS, BLOCK_KV, FLAGS):
-                s = mask_scores(s, key, row, window, FLAGS)
-            p, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
-            o = warpgroup_mma_wait(0, [o_next])
-            v.release(v_slot)
-            # Not before: while registers are written that a product in flight reads, ptxas lets
-            # no product overlap another (C7513).
-            p = gl.convert_layout(p.to(dtype), p_layout)
-            o = o * gl.convert_layout(shrink, o_rows)[:, None]
+        p = pack(p, dtype)
+
+        # Tiles with a mask, tiles without, and, left of a window, tiles with one again.
+        begin, end = clear_tiles(row, window, ROWS, BLOCK_KV, FLAGS)
+        end = gl.minimum(gl.maximum(end, first), last - 1)
+        begin = gl.minimum(gl.maximum(begin, first), end)
+        job = (k, v, q_tile, row, window, numbers)
+        state = (p, o, row_max, row_sum, step)
+        state = walk(job, state, last - 1, end, True, WHO, CONSUMERS, FLAGS)
+        state = walk(job, state, end, begin, False, WHO, CONSUMERS, FLAGS)
+        if FLAGS.LEFT:
+            state = walk(job, state, begin, first, True, WHO, CONSUMERS, FLAGS)
+        p, o, row_max, row_sum, step = state
         if not FLAGS.SHARED:
             q.release(WHO)
         slot, phase = place(step, SLOTS)
         step += 1
+        p = unpack(p, dtype, p_layout)
         o = warpgroup_mma(p, v.wait(slot, phase), o, is_async=True)
         o = warpgroup_mma_wait(0, [o])
         v.release(slot)
@@ -234,20 +286,35 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         if FLAGS.SHARED:
             tma.store_wait(0)  # the output has left the place of Q
             q.release(WHO)
-        done += 1
+        number = total
+        if FLAGS.DYNAMIC:
+            slot, phase = place(turn, TICKETS)
+            number = draw.take(slot, phase)
+        turn += 1
     tma.store_wait(0)  # shared memory is gone when the program ends
     if WHO == 0:
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # takes the last arrival: none may be left over
 
 
 # Numbers stand one by one: in a tuple Triton would compile anew for a length of 1, or of 16.
-RUNTIME_NUMBERS = ["queries", "keys", "left", "right", "batch", "heads", "group", "section", "total"]
+RUNTIME_NUMBERS = [
+    "queries",
+    "keys",
+    "left",
+    "right",
+    "batch",
+    "heads",
+    "group",
+    "section",
+    "total",
+]
 
 
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, numbers, queries, keys, left, right,
-    batch, heads, group, section, total, CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, counter, numbers,
+    queries, keys, left, right, batch, heads, group, section, total,
+    CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
@@ -261,20 +328,124 @@ def forward_kernel(
     else:
         out_shape: gl.constexpr = [CONSUMERS] + descs.out.block_type.shape  # noqa: RUF005
         outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
-    work = (descs, q, k, v, window, schedule, total)
+    draw = tickets(TICKETS, CONSUMERS)
+    work = (descs, q, k, v, draw, window, schedule, total)
     results = (outs, lse_ptr, sink_ptr, numbers)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (work, results, 0, CONSUMERS, FLAGS)),
             (consumer, (work, results, 1, CONSUMERS, FLAGS)),
-            (producer, (work, CONSUMERS, FLAGS)),
+            (producer, (work, counter, CONSUMERS, FLAGS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
         gl.warp_specialize([
             (consumer, (work, results, 0, CONSUMERS, FLAGS)),
             (consumer, (work, results, 1, CONSUMERS, FLAGS)),
             (consumer, (work, results, 2, CONSUMERS, FLAGS)),
-            (producer, (work, CONSUMERS, FLAGS)),
+            (producer, (work, counter, CONSUMERS, FLAGS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     # fmt: on
+
+
+# The launcher.
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Of 1, 2, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
+# tiles.py: at D = 128, S = 1024 dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
+SECTION = 16
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can read a tensor (B, H, S, D) where it is."""
+    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * x.itemsize % 16 == 0 for s in steps)
+    )
+
+
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor over an addressable (B, H, S, D) with boxes of rows × columns."""
+    box = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
+    # The stride of an axis of length 1 is never used, but has to be lawful.
+    strides = [s if n > 1 else columns for n, s in zip(x.shape, x.stride(), strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], box, layout)
+
+
+def empty_addressable(like: Tensor, columns: int) -> Tensor:
+    """(B, H, S, columns) in the order in which `like` has its axes in memory, rows aligned."""
+    order = sorted(range(3), key=lambda axis: -like.stride(axis))
+    shape = [like.shape[axis] for axis in order]
+    room = like.new_empty(*shape, -(-columns // 8) * 8)[..., :columns]
+    return room.permute(*(order.index(axis) for axis in range(3)), 3)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a query head with the keys of its window.
+
+    Args:
+        q: (B, Hq, Sq, D), float16 or bfloat16, any strides; D at most 256.
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of the same dtype; Hq a multiple of Hkv, Sk at
+            least 1, Dv at most 256. Tensors that TMA cannot address (base or strides that are no
+            multiples of 16 bytes, a last stride other than 1) are copied.
+        scale: of the scores; may be 0 or negative.
+        left, right: keys that a query sees before and after its own position i + Sk − Sq; None is
+            all of them. Causal is right=0.
+        softcap: scores become softcap · tanh(score / softcap), by tanh.approx; 0 is none.
+        sink: float32 (Hq,), one more logit per row without a value.
+        tile: None chooses from the table.
+        programs: how many run side by side; None is one for each multiprocessor.
+
+    Returns:
+        out (B, Hq, Sq, Dv) in q's dtype and q's order of axes, and lse (B, Hq, Sq), float32,
+        natural logarithm. Products are accumulated in float32, weights rounded to q's dtype.
+        A row that sees nothing has out 0 and lse −inf, or the sink.
+    """
+    (batch, heads, queries, dim), (_, heads_kv, keys, dim_v) = q.shape, v.shape
+    if tile is None:
+        tile = choose(max(dim, dim_v), queries)
+    if programs is None:
+        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    q, k, v = (
+        x if addressable(x) else empty_addressable(x, x.shape[3]).copy_(x) for x in (q, k, v)
+    )
+    out = empty_addressable(q, dim_v)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    total = batch * heads * -(-queries // tile.block_q)
+    if total == 0:
+        return out, lse
+
+    dynamic = total > programs
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse
+    scaled = scale <= 0 or softcap != 0
+    flags = Flags(
+        LEFT=left is not None, RIGHT=right is not None, SCALED=scaled, SOFTCAP=softcap != 0,
+        SINK=sink is not None, PINGPONG=tile.pingpong, DYNAMIC=dynamic, SHARED=tile.shared_out,
+    )  # fmt: skip
+    numbers = Numbers(LOG2E.value * (1.0 if scaled else scale), float(scale), float(softcap))
+    registers, consumer_registers, producer_registers = tile.registers
+    forward_kernel[(min(programs, total),)](
+        describe(q, ROWS.value, tile.columns), describe(k, tile.block_kv, tile.columns),
+        describe(v, tile.block_kv, tile.columns), describe(out, ROWS.value, tile.columns),
+        lse, lse if sink is None else sink, counter, numbers,
+        queries, keys, left or 0, right or 0, batch, heads, heads // heads_kv, SECTION, total,
+        CONSUMERS=tile.consumers, KV_SLOTS=tile.kv_slots, FLAGS=flags,
+        CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
+        num_warps=4, maxnreg=registers,
+    )  # fmt: skip
+    return out, lse

@@ -2,7 +2,7 @@
 
 A query row i stands at key position i + Sk − Sq. Under LEFT it sees keys from `left` positions
 before its own, under RIGHT up to `right` after it; causal is RIGHT with 0. It is arithmetic: no
-memory is read. Masked and unmasked tiles go through one body, in which `needs_mask` decides.
+memory is read.
 """
 
 from typing import Any, NamedTuple
@@ -38,18 +38,17 @@ def key_tiles(first_row, window, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLA
 
 
 @gluon.jit
-def needs_mask(
-    key, first_row, window, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr
-):
-    """Whether some row does not see some key of the tile that begins at `key`."""
+def clear_tiles(first_row, window, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr):
+    """First tile that needs no mask, since all of the rows see all of its keys, and one past the
+    last; the range may be empty."""
     position = first_row + window.keys - window.queries
+    low = 0
     high = window.keys
+    if FLAGS.LEFT:
+        low = gl.maximum(position + ROWS - 1 - window.left, 0)
     if FLAGS.RIGHT:
         high = gl.minimum(high, position + window.right + 1)
-    needed = key + BLOCK_KV > high
-    if FLAGS.LEFT:
-        needed = needed | (key < position + ROWS - 1 - window.left)
-    return needed
+    return (low + BLOCK_KV - 1) // BLOCK_KV, gl.maximum(high, 0) // BLOCK_KV
 
 
 @gluon.jit

@@ -25,6 +25,34 @@ def sum_in_thread(p):
 
 
 @gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """[rows, columns / 2] int32: neighbours rounded to 16 bits, as registers of a wgmma have them.
+
+    Weights that go from one loop into another as 16-bit numbers are taken apart and put together
+    again there: 64 PRMT a tile of 64 × 128.
+    """
+    ROWS: gl.constexpr = p.shape[0]
+    COLUMNS: gl.constexpr = p.shape[1]
+    even, odd = p.reshape([ROWS, COLUMNS // 2, 2]).split()
+    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    text: gl.constexpr = f"cvt.rn.{name}.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(
+        text, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """The weights of `pack` as the left operand of a wgmma."""
+    ROWS: gl.constexpr = x.shape[0]
+    PAIRS: gl.constexpr = x.shape[1]
+    even = (x & 0xFFFF).to(gl.int16)
+    odd = (x >> 16).to(gl.int16)
+    p = gl.join(even, odd).reshape([ROWS, 2 * PAIRS]).to(dtype, bitcast=True)
+    return gl.convert_layout(p, layout)
+
+
+@gluon.jit
 def tanh(x):
     """tanh.approx.f32: a relative error of 2^-11, one instruction."""
     return gl.inline_asm_elementwise(
