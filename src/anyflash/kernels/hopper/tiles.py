@@ -7,6 +7,7 @@ in all and 2048 / D heads: higher is faster.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Shared memory that a program can have on Hopper: 227 KiB.
 SHARED_BYTES = 232448
@@ -24,21 +25,21 @@ class Tile:
     consumers: int  # warpgroups, with 64 query rows each
     block_kv: int
     kv_slots: int  # of K, and of V
-    most_queries: int | None = None  # for longer sequences there is another row
     pingpong: bool = False  # two consumers take turns at the tensor cores
     shared_out: bool = False  # the output takes Q's place, and the next Q waits for it
+    q_columns: int = 0  # columns of Q that are multiplied from registers, not shared memory
     registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
 
     def __post_init__(self) -> None:
         launch, consumer, producer = self.registers
-        warpgroups = self.consumers + 1
         if (
             self.columns not in COLUMNS
             or self.consumers not in (2, 3)
             or self.block_kv not in (32, 64, 128)
+            or self.q_columns not in (0, self.columns, self.columns // 2)
             or (self.pingpong and self.consumers != 2)
             or self.shared_bytes > SHARED_BYTES
-            or 128 * warpgroups * launch > REGISTERS
+            or 128 * (self.consumers + 1) * launch > REGISTERS
             or 128 * (self.consumers * consumer + producer) > REGISTERS
         ):
             raise ValueError(f"no kernel for {self}")
@@ -55,28 +56,42 @@ class Tile:
         return 2 * rows * self.columns + 8 * barriers + 2 * 128
 
 
-THREE = (128, 160, 24)
+class Row(NamedTuple):
+    """When a tile is taken; the first row that fits is."""
 
-# The first row that fits is taken.
-TILES = (
-    # Short sequences: blocks of 192 rows leave a third of 1024 idle. S = 1024 dense 0.92, causal
-    # 0.94, 4096 causal 1.05; the next row has 0.93, 0.71, 1.02.
-    Tile(64, consumers=2, block_kv=128, kv_slots=2, most_queries=1024),
-    # 16 K dense 1.14, causal 1.14; with two consumers 0.93 and 1.06, with tiles of 64 keys 0.99 and
-    # 1.07, with three slots the same.
-    Tile(64, consumers=3, block_kv=128, kv_slots=2, registers=THREE),
-    # 16 K dense 1.07, causal 1.23; with ping-pong 1.04 and 1.21; three consumers with 64 keys 1.03
-    # and 1.15 (before the last changes, when this had 1.03 and 1.16).
-    Tile(128, consumers=2, block_kv=128, kv_slots=2),
-    # 16 K dense 1.08, causal 1.26; with ping-pong 1.08 and 1.24.
-    Tile(256, consumers=2, block_kv=64, kv_slots=2, shared_out=True),
+    tile: Tile
+    most_keys: int | None = None  # that a row of queries sees on average
+    masked: bool | None = None  # causal or a window, neither, or either
+
+
+# Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 times the speed at
+# D = 64, 128), a third slot of K and V, and 32 or 64 keys a tile at D = 64 and 128.
+ROWS = (
+    # D = 64. Of three consumers at S = 1024 a third of the last block of 192 rows is idle; with two,
+    # Q in registers is worth 1.12. 1 K dense 1.00, causal 0.98, 4 K causal 1.07; the next row has
+    # 0.90, 0.67, 1.00.
+    Row(Tile(64, consumers=2, block_kv=128, kv_slots=2, q_columns=64), most_keys=2048),
+    # 4 K dense 1.04, 16 K dense 1.10, causal 1.11; the row above has 1.00, 1.01, 1.06. With Q in
+    # registers three consumers spill.
+    Row(Tile(64, consumers=3, block_kv=128, kv_slots=2, registers=(128, 160, 24))),
+    # D = 128. 1 K, 4 K, 16 K dense 1.01, 1.10, 1.08; the next row has 1.01, 1.07, 1.06.
+    Row(Tile(128, consumers=2, block_kv=128, kv_slots=2, q_columns=64), masked=False),
+    # 1 K, 4 K, 16 K causal 1.04, 1.19, 1.24; the row above has 0.99, 1.08, 1.12, all of Q in
+    # registers 1.04, 1.18, 1.22. Ping-pong 1.01, 1.20, 1.21.
+    Row(Tile(128, consumers=2, block_kv=128, kv_slots=2)),
+    # D = 256. 1 K, 4 K, 16 K dense 1.03, 1.08, 1.06, causal 1.05, 1.20, 1.24; with half of Q in
+    # registers 1.00, 1.03, 1.00 and 0.53, 1.16, 1.17, with ping-pong 1.06, 1.08, 1.08 and 1.04,
+    # 1.23, 1.24.
+    Row(Tile(256, consumers=2, block_kv=64, kv_slots=2, shared_out=True)),
 )
 
 
-def choose(columns: int, queries: int) -> Tile:
-    """The tile for heads of at most `columns`."""
+def choose(columns: int, keys: int, masked: bool) -> Tile:
+    """The tile for heads of at most `columns` whose rows see `keys` keys on average."""
     return next(
-        t
-        for t in TILES
-        if columns <= t.columns and (t.most_queries is None or queries <= t.most_queries)
+        row.tile
+        for row in ROWS
+        if columns <= row.tile.columns
+        and (row.most_keys is None or keys <= row.most_keys)
+        and (row.masked is None or row.masked == masked)
     )
