@@ -28,6 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 HOPPER = GPUTarget("cuda", 90, 32)
+OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,24 @@ class Compiled:
     @cached_property
     def opcodes(self) -> Counter[str]:
         """How often each machine instruction stands in the code, by name up to its first dot."""
-        return Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", self.sass))
+        return Counter(OPCODE.findall(self.sass))
+
+    def loop_with(self, products: int) -> Counter[str]:
+        """The instructions of the shortest loop with so many tensor-core products. A branch back is
+        not always a loop: what is tried again after a wait may stand far behind it."""
+        labels: dict[str, int] = {}
+        code: list[str] = []
+        found: list[Counter[str]] = []
+        for line in self.sass.splitlines():
+            if label := re.match(r"\s*(\.L_\w+):", line):
+                labels[label[1]] = len(code)
+            elif opcode := OPCODE.search(line):
+                code.append(opcode[1])
+                back = re.search(r"BRA.*`\((\.L_\w+)\)", line)
+                if back and back[1] in labels:
+                    found.append(Counter(code[labels[back[1]] :]))
+        fitting = [c for c in found if c["HGMMA"] + c["QGMMA"] == products]
+        return min(fitting, key=lambda c: c.total())
 
     @property
     def spills(self) -> int:

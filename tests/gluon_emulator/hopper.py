@@ -21,7 +21,7 @@ from .language import gl as language
 from .machine import Operation, Partition, step
 from .namespace import Namespace, identity
 from .shared import MBarrier, View
-from .values import Layout, Tensor
+from .values import Layout, Scalar, Tensor
 
 # mbarriers.
 
@@ -109,6 +109,8 @@ mbarrier = Namespace("mbarrier", {
 
 
 def _coordinates(at: Any) -> list[int]:
+    if any(isinstance(c, Scalar) and c.kind is not torch.int32 for c in at):
+        raise EmulatorError(f"{here()}: coordinates of TMA are int32, not {at}")
     return [int(c) for c in at]
 
 

@@ -18,7 +18,11 @@ from triton.language import core
 
 
 def _first(*candidates: tuple[Any, str]) -> Any:
-    return next(getattr(module, name) for module, name in candidates if hasattr(module, name))
+    for module, name in candidates:
+        if hasattr(module, name):
+            return getattr(module, name)
+    names = " or ".join(f"{module.__name__}.{name}" for module, name in candidates)
+    raise ImportError(f"this Triton has no {names}: the Hopper kernels need 3.6 to 3.9")
 
 
 aggregate = _first((gluon, "aggregate"), (core, "_aggregate"))

@@ -8,18 +8,23 @@ first:
     S = Q K^T                              [64, BLOCK_KV] in each consumer
     for each tile:
         P, m', l' = softmax of S over what came before
+        O *= 2^(m − m')
         S' = Q K'^T                        of the next tile, in flight together with
         O += P V                           [64, Dv], of this one
-        O *= 2^(m − m')
     out, lse = O / l, ln 2 · (m + log2 l)
 
 One warp, the producer, starts all copies from global memory; each consumer is a warpgroup with 64
 rows. The tensor cores compute S of the next tile while a consumer exponentiates this one.
 
-Shapes: q, out (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), in any strides that TMA takes
-(16-byte multiples, last one 1), through descriptors of four axes: rows beyond a sequence are zeros
-in shared memory and are not written; so are columns beyond D where the tile is wider. lse (B, Hq,
-Sq) float32, contiguous.
+Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), out (B, Hq, Sq, Dv), in any strides
+that TMA takes, through descriptors of four axes: rows beyond a sequence are zeros in shared memory
+and are not written; so are columns beyond D where the tile is wider. Packed: q (total_q, Hq, D) and
+so on, through ragged descriptors, which do the same at the end of each sequence. lse (B, Hq, Sq) or
+(Hq, total_q), float32, contiguous.
+
+Limits: a weight is 2^(s · c − m · c) by one fused multiply-add, m · c rounded before. That shifts
+all weights of a row by up to 2^−24 of its largest score, in units of log2, which cancels out of the
+result until it leaves the range of P: below scores of about 1e8 it does not.
 
 Source: FlashAttention-3 (Shah et al., 2024), algorithms 1 and 2, for the roles and the overlap
 inside a warpgroup.
@@ -29,8 +34,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,14 +42,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflash.kernels.hopper.compat import async_store, barrier
 from anyflash.kernels.hopper.masking import Window, clear_tiles, key_tiles, mask_scores
-from anyflash.kernels.hopper.pipeline import channel, place, tickets
+from anyflash.kernels.hopper.pipeline import channel, matrix, place
+from anyflash.kernels.hopper.schedule import (
+    END,
+    Block,
+    Schedule,
+    corner,
+    dense_block,
+    packed_block,
+    tickets,
+)
 from anyflash.kernels.hopper.softmax import (
     LN2,
-    LOG2E,
     logits,
     online_softmax,
     pack,
@@ -54,9 +64,7 @@ from anyflash.kernels.hopper.softmax import (
     unpack,
     with_sink,
 )
-from anyflash.kernels.hopper.tiles import Tile, choose
 
-TICKETS = gl.constexpr(2)  # so that the next number can be drawn before all have taken the last
 ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
 
 
@@ -77,20 +85,6 @@ class Numbers(NamedTuple):
     softcap: Any
 
 
-class Schedule(NamedTuple):
-    """The blocks of all heads in the order in which programs take them.
-
-    Heads come in sections. In a section the head runs fastest and blocks go from the last, which
-    under a causal mask is the longest, to the first. The smaller a section, the more of its keys
-    and values are in L2; the larger, the better long and short blocks even out.
-    """
-
-    batch: Any
-    heads: Any
-    group: Any  # query heads of one key head
-    section: Any  # batch · heads of one section
-
-
 class Flags(NamedTuple):
     """Compile-time constants: what a problem asks for, and how it is done."""
 
@@ -100,22 +94,10 @@ class Flags(NamedTuple):
     SOFTCAP: Any
     SINK: Any
     PINGPONG: Any
-    DYNAMIC: Any  # programs draw their blocks from a counter; else each has one block at most
+    DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
+    PACKED: Any  # sequences of unequal length one behind the other
     SHARED: Any  # the output takes the place of Q in shared memory
     Q_COLUMNS: Any  # columns of Q that are multiplied from registers
-
-
-@gluon.jit
-def block_of(number, schedule, queries, BLOCK_Q: gl.constexpr):
-    """(batch element, head, first row) of the number-th block."""
-    blocks = gl.cdiv(queries, BLOCK_Q)
-    heads = schedule.batch * schedule.heads
-    before = number // (schedule.section * blocks) * schedule.section
-    width = gl.minimum(schedule.section, heads - before)
-    inside = number - before * blocks
-    head = before + inside % width
-    row = (blocks - 1 - inside // width) * BLOCK_Q
-    return head // schedule.heads, head % schedule.heads, row
 
 
 @gluon.jit
@@ -161,33 +143,47 @@ def scores(q_registers, q_tile, k_tile, zero, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def producer(work, counter, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, draw, window, schedule, total = work
+def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    descs, q, k, v, draw, limits = work
+    schedule, packing, counter, total = sources
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = k.tiles.type.shape[0]
-    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
+    RANK: gl.constexpr = len(k.tiles.type.shape)
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
+    if FLAGS.PACKED:
+        total = gl.load(packing.first_block + schedule.batch) * schedule.heads
     turn = 0
     step = 0
     number = gl.program_id(0)
     while number < total:
-        b, h, row = block_of(number, schedule, window.queries, BLOCK_Q)
+        if FLAGS.PACKED:
+            block = packed_block(number, schedule, packing, BLOCK_Q)
+        else:
+            block = dense_block(number, schedule, BLOCK_Q)
+        draw.give(block, turn)
         number = total
         if FLAGS.DYNAMIC:
-            # Early: consumers want it when they are done with this block.
             number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-            slot, phase = place(turn, TICKETS)
-            draw.give(number, slot, phase)
-        first, last = key_tiles(row, window, BLOCK_Q, BLOCK_KV, FLAGS)
-        h_kv = h // schedule.group
+        window = window_of(block, limits)
+        first, last = key_tiles(block.row, window, BLOCK_Q, BLOCK_KV, FLAGS)
+        head_kv = block.head // schedule.group
         for w in gl.static_range(CONSUMERS):
-            q.fill(descs.q, [b, h, row + w * ROWS, 0], w, turn & 1)
+            place_q = corner(block, block.head, block.row + w * ROWS, FLAGS.PACKED, True)
+            q.fill(descs.q, place_q, w, turn & 1)
         for j in range(last - first):
             slot, phase = place(step, SLOTS)
-            key = (last - 1 - j) * BLOCK_KV
-            k.fill(descs.k, [b, h_kv, key, 0], slot, phase)
-            v.fill(descs.v, [b, h_kv, key, 0], slot, phase)
+            place_kv = corner(block, head_kv, (last - 1 - j) * BLOCK_KV, FLAGS.PACKED, False)
+            k.fill(descs.k, place_kv, slot, phase)
+            v.fill(descs.v, place_kv, slot, phase)
             step += 1
         turn += 1
+    draw.give(Block(0, 0, END, 0, 0, 0, 0), turn)
+
+
+@gluon.jit
+def window_of(block, limits):
+    left, right = limits
+    return Window(block.queries, block.keys, left, right)
 
 
 @gluon.jit
@@ -201,7 +197,8 @@ def walk(
     k, v, q_registers, q_tile, row, window, numbers = job
     p, o, row_max, row_sum, step = state
     SLOTS: gl.constexpr = k.tiles.type.shape[0]
-    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
+    RANK: gl.constexpr = len(k.tiles.type.shape)
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
     THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, k_width=2)
@@ -234,12 +231,13 @@ def walk(
 
 @gluon.jit
 def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, draw, window, schedule, total = work
-    outs, lse_ptr, sink_ptr, numbers = results
+    descs, q, k, v, draw, limits = work
+    outs, lse_ptr, sink_ptr, numbers, lse_row = results
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = k.tiles.type.shape[0]
-    BLOCK_KV: gl.constexpr = k.tiles.type.shape[3]
-    DV: gl.constexpr = v.tiles.type.shape[4]
+    RANK: gl.constexpr = len(k.tiles.type.shape)
+    BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
+    DV: gl.constexpr = v.tiles.type.shape[RANK - 1]
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -250,13 +248,13 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
     turn = 0
     step = 0
-    number = gl.program_id(0)
     if WHO == CONSUMERS - 1:
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the first consumer waits for it, to begin
-    while number < total:
-        b, h, block_row = block_of(number, schedule, window.queries, BLOCK_Q)
-        first, last = key_tiles(block_row, window, BLOCK_Q, BLOCK_KV, FLAGS)
-        row = block_row + WHO * ROWS
+    block = draw.take(turn)
+    while block.row != END:
+        window = window_of(block, limits)
+        first, last = key_tiles(block.row, window, BLOCK_Q, BLOCK_KV, FLAGS)
+        row = block.row + WHO * ROWS
         row_max = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
         row_sum = sum_in_thread(s_zero)
         o = gl.zeros([ROWS, DV], gl.float32, o_layout)
@@ -297,29 +295,32 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
 
         total_sum = gl.convert_layout(gl.sum(row_sum, 1), s_rows)
         if FLAGS.SINK:
-            shrink, row_max, total_sum = with_sink(row_max, total_sum, gl.load(sink_ptr + h))
+            shrink, row_max, total_sum = with_sink(
+                row_max, total_sum, gl.load(sink_ptr + block.head)
+            )
             o = o * gl.convert_layout(shrink, o_rows)[:, None]
         rows = row + gl.arange(0, ROWS, layout=s_rows)
         lse = (row_max + gl.log2(total_sum)) * LN2  # −inf where a row has nothing
-        lse_row = lse_ptr + (b * schedule.heads + h).to(gl.int64) * window.queries
-        gl.store(lse_row + rows, lse, mask=rows < window.queries)
+        # (B, Hq, Sq), or (Hq, total) of a packed batch, where `lse_row` is the total.
+        heads, length = lse_row
+        offset = (block.batch * heads + block.head).to(gl.int64) * length + block.q_start
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < window.queries)
         divisor = gl.where(total_sum == 0.0, 1.0, total_sum)  # there O is 0, and stays so
         o = o * gl.convert_layout(1.0 / divisor, o_rows)[:, None]
         tma.store_wait(0)  # my output of the block before has left its place
-        barrier()  # only the thread that issued it has waited
+        # Only the thread that issued it has waited; and where the output takes Q's place, the
+        # products of all warps have read Q.
+        barrier()
         out_tile = outs.index(WHO)
-        out_tile.reshape([ROWS, DV]).store(o.to(dtype))
+        matrix(out_tile).store(o.to(dtype))
         fence_async_shared()  # TMA reads it, through another proxy
         barrier()  # all threads have stored what one of them hands to TMA
-        async_store(descs.out, [b, h, row, 0], out_tile)
+        async_store(descs.out, corner(block, block.head, row, FLAGS.PACKED, True), out_tile)
         if FLAGS.SHARED:
             tma.store_wait(0)  # the output has left the place of Q
             q.release(WHO)
-        number = total
-        if FLAGS.DYNAMIC:
-            slot, phase = place(turn, TICKETS)
-            number = draw.take(slot, phase)
         turn += 1
+        block = draw.take(turn)
     tma.store_wait(0)  # shared memory is gone when the program ends
     if WHO == 0:
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # takes the last arrival: none may be left over
@@ -341,14 +342,12 @@ RUNTIME_NUMBERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, counter, numbers,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, counter, numbers, packing,
     queries, keys, left, right, batch, heads, group, section, total,
     CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    window = Window(queries, keys, left, right)
-    schedule = Schedule(batch, heads, group, section)
     q = channel(descs.q, CONSUMERS, 1)
     k = channel(descs.k, KV_SLOTS, CONSUMERS)
     v = channel(descs.v, KV_SLOTS, CONSUMERS)
@@ -357,128 +356,25 @@ def forward_kernel(
     else:
         out_shape: gl.constexpr = [CONSUMERS] + descs.out.block_type.shape  # noqa: RUF005
         outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
-    draw = tickets(TICKETS, CONSUMERS)
-    work = (descs, q, k, v, draw, window, schedule, total)
-    results = (outs, lse_ptr, sink_ptr, numbers)
+    draw = tickets(CONSUMERS)
+    fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
+    work = (descs, q, k, v, draw, (left, right))
+    sources = (Schedule(batch, heads, group, section, queries, keys), packing, counter, total)
+    # Of a packed batch, sequences count as rows of one batch element.
+    lse_row = (0 if FLAGS.PACKED else heads, queries)
+    results = (outs, lse_ptr, sink_ptr, numbers, lse_row)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (work, results, 0, CONSUMERS, FLAGS)),
             (consumer, (work, results, 1, CONSUMERS, FLAGS)),
-            (producer, (work, counter, CONSUMERS, FLAGS)),
+            (producer, (work, sources, CONSUMERS, FLAGS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
         gl.warp_specialize([
             (consumer, (work, results, 0, CONSUMERS, FLAGS)),
             (consumer, (work, results, 1, CONSUMERS, FLAGS)),
             (consumer, (work, results, 2, CONSUMERS, FLAGS)),
-            (producer, (work, counter, CONSUMERS, FLAGS)),
+            (producer, (work, sources, CONSUMERS, FLAGS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     # fmt: on
-
-
-# The launcher.
-
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Of 1, 2, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
-# tiles.py: at D = 128, S = 1024 dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
-SECTION = 16
-
-
-def addressable(x: Tensor) -> bool:
-    """Whether TMA can read a tensor (B, H, S, D) where it is."""
-    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(s > 0 and s * x.itemsize % 16 == 0 for s in steps)
-    )
-
-
-def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor over an addressable (B, H, S, D) with boxes of rows × columns."""
-    box = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
-    # The stride of an axis of length 1 is never used, but has to be lawful.
-    strides = [s if n > 1 else columns for n, s in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], box, layout)
-
-
-def empty_addressable(like: Tensor, columns: int) -> Tensor:
-    """(B, H, S, columns) in the order in which `like` has its axes in memory, rows aligned."""
-    order = sorted(range(3), key=lambda axis: -like.stride(axis))
-    shape = [like.shape[axis] for axis in order]
-    room = like.new_empty(*shape, -(-columns // 8) * 8)[..., :columns]
-    return room.permute(*(order.index(axis) for axis in range(3)), 3)
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    tile: Tile | None = None,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of a query head with the keys of its window.
-
-    Args:
-        q: (B, Hq, Sq, D), float16 or bfloat16, any strides; D at most 256.
-        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of the same dtype; Hq a multiple of Hkv, Sk at
-            least 1, Dv at most 256. Tensors that TMA cannot address (base or strides that are no
-            multiples of 16 bytes, a last stride other than 1) are copied.
-        scale: of the scores; may be 0 or negative.
-        left, right: keys that a query sees before and after its own position i + Sk − Sq; None is
-            all of them. Causal is right=0.
-        softcap: scores become softcap · tanh(score / softcap), by tanh.approx; 0 is none.
-        sink: float32 (Hq,), one more logit per row without a value.
-        tile: None chooses from the table.
-        programs: how many run side by side; None is one for each multiprocessor.
-
-    Returns:
-        out (B, Hq, Sq, Dv) in q's dtype and q's order of axes, and lse (B, Hq, Sq), float32,
-        natural logarithm. Products are accumulated in float32, weights rounded to q's dtype.
-        A row that sees nothing has out 0 and lse −inf, or the sink.
-    """
-    (batch, heads, queries, dim), (_, heads_kv, keys, dim_v) = q.shape, v.shape
-    if tile is None:
-        masked = left is not None or right is not None
-        # What a row sees on average of a long sequence: half of the keys if causal.
-        seen = min(keys if left is None else left + 1, keys // 2 if masked else keys)
-        tile = choose(max(dim, dim_v), seen, masked)
-    if programs is None:
-        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    q, k, v = (
-        x if addressable(x) else empty_addressable(x, x.shape[3]).copy_(x) for x in (q, k, v)
-    )
-    out = empty_addressable(q, dim_v)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    total = batch * heads * -(-queries // tile.block_q)
-    if total == 0:
-        return out, lse
-
-    dynamic = total > programs
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse
-    scaled = scale <= 0 or softcap != 0
-    flags = Flags(
-        LEFT=left is not None, RIGHT=right is not None, SCALED=scaled, SOFTCAP=softcap != 0,
-        SINK=sink is not None, PINGPONG=tile.pingpong, DYNAMIC=dynamic, SHARED=tile.shared_out,
-        Q_COLUMNS=tile.q_columns,
-    )  # fmt: skip
-    numbers = Numbers(LOG2E.value * (1.0 if scaled else scale), float(scale), float(softcap))
-    registers, consumer_registers, producer_registers = tile.registers
-    forward_kernel[(min(programs, total),)](
-        describe(q, ROWS.value, tile.columns), describe(k, tile.block_kv, tile.columns),
-        describe(v, tile.block_kv, tile.columns), describe(out, ROWS.value, tile.columns),
-        lse, lse if sink is None else sink, counter, numbers,
-        queries, keys, left or 0, right or 0, batch, heads, heads // heads_kv, SECTION, total,
-        CONSUMERS=tile.consumers, KV_SLOTS=tile.kv_slots, FLAGS=flags,
-        CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
-        num_warps=4, maxnreg=registers,
-    )  # fmt: skip
-    return out, lse

@@ -87,7 +87,7 @@ def online_softmax(s, row_max, row_sum, scale_log2):
 @gluon.jit
 def with_sink(row_max, row_sum, logit):
     """(factor for the output so far, maximum, sum) after one more logit without a value."""
-    sink = logit * LOG2E
+    sink = gl.minimum(logit, 2e38) * LOG2E  # stays finite
     new_max = gl.maximum(row_max, sink)
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     shrink = gl.exp2(row_max - shift)

@@ -1,7 +1,7 @@
 """How the kernels cut up a problem, and the measurements behind it.
 
-The figures are times relative to cuDNN's, both in one run on an H200, with bfloat16, 16 K queries
-in all and 2048 / D heads: higher is faster.
+The figures are speeds relative to cuDNN's, both in one run on an H200, with bfloat16, 16 K queries
+in all and 2048 / D heads.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Row(NamedTuple):
 # Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 times the speed at
 # D = 64, 128), a third slot of K and V, and 32 or 64 keys a tile at D = 64 and 128.
 ROWS = (
-    # D = 64. Of three consumers at S = 1024 a third of the last block of 192 rows is idle; with two,
-    # Q in registers is worth 1.12. 1 K dense 1.00, causal 0.98, 4 K causal 1.07; the next row has
-    # 0.90, 0.67, 1.00.
+    # D = 64. With two consumers Q in registers is worth 1.12, and short sequences fill blocks of
+    # 128 rows better than blocks of 192. 1 K dense 1.00, causal 0.98, 4 K causal 1.07; the next
+    # row has 0.90, 0.67, 1.00.
     Row(Tile(64, consumers=2, block_kv=128, kv_slots=2, q_columns=64), most_keys=2048),
     # 4 K dense 1.04, 16 K dense 1.10, causal 1.11; the row above has 1.00, 1.01, 1.06. With Q in
     # registers three consumers spill.
@@ -88,10 +88,11 @@ ROWS = (
 
 def choose(columns: int, keys: int, masked: bool) -> Tile:
     """The tile for heads of at most `columns` whose rows see `keys` keys on average."""
-    return next(
-        row.tile
-        for row in ROWS
-        if columns <= row.tile.columns
-        and (row.most_keys is None or keys <= row.most_keys)
-        and (row.masked is None or row.masked == masked)
-    )
+    for row in ROWS:
+        if (
+            columns <= row.tile.columns
+            and (row.most_keys is None or keys <= row.most_keys)
+            and (row.masked is None or row.masked == masked)
+        ):
+            return row.tile
+    raise ValueError(f"heads of {columns} columns: at most {COLUMNS[-1]} fit a tile")

@@ -1,0 +1,172 @@
+"""Which block of query rows comes next, and where it and its keys lie in memory.
+
+The producer finds the blocks and hands them to the consumers, who so need no arithmetic of their
+own. Blocks are numbered; a program has the one of its own number first and draws the others from a
+counter in global memory, so that whoever is done early takes more.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from anyflash.kernels.hopper.compat import aggregate, barrier
+from anyflash.kernels.hopper.pipeline import place
+
+SLOTS = gl.constexpr(2)  # so that the next block can be given before all have taken the last
+FIELDS = gl.constexpr(8)
+END = gl.constexpr(-1)
+
+
+class Block(NamedTuple):
+    """BLOCK_Q query rows of one head."""
+
+    batch: Any  # batch element, or sequence of a packed batch
+    head: Any
+    row: Any  # the first one, counted from the sequence's first; END if there is no block
+    queries: Any  # length of the sequence
+    keys: Any
+    q_start: Any  # where the sequence begins among all rows of a packed batch; else 0
+    k_start: Any
+
+
+class Schedule(NamedTuple):
+    """The blocks of all heads in the order of their numbers.
+
+    Heads come in sections. In a section the head runs fastest and blocks go from the last, which
+    under a causal mask is the longest, to the first. The smaller a section, the more of its keys
+    and values are in L2; the larger, the better long and short blocks even out.
+
+    In a packed batch the head runs fastest too, then the blocks of a sequence, then the sequences.
+    """
+
+    batch: Any
+    heads: Any
+    group: Any  # query heads of one key head
+    section: Any  # batch · heads of one section; not of a packed batch
+    queries: Any  # of each batch element; not of a packed batch
+    keys: Any
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch lie: int32 arrays in global memory."""
+
+    first_block: Any  # (n + 1,): blocks of one head in all sequences before
+    q_starts: Any  # (n + 1,)
+    k_starts: Any  # (n + 1,)
+    k_used: Any  # (n,): how many keys of each sequence count
+
+
+@gluon.jit
+def dense_block(number, schedule, BLOCK_Q: gl.constexpr):
+    blocks = gl.cdiv(schedule.queries, BLOCK_Q)
+    heads = schedule.batch * schedule.heads
+    before = number // (schedule.section * blocks) * schedule.section
+    width = gl.minimum(schedule.section, heads - before)
+    inside = number - before * blocks
+    head = before + inside % width
+    row = (blocks - 1 - inside // width) * BLOCK_Q
+    batch = head // schedule.heads
+    return Block(batch, head % schedule.heads, row, schedule.queries, schedule.keys, 0, 0)
+
+
+@gluon.jit
+def packed_block(number, schedule, packing, BLOCK_Q: gl.constexpr):
+    """One warp looks at 256 sequences at a time; how many of them begin no later is the answer."""
+    head = number % schedule.heads
+    block = number // schedule.heads
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n = -1
+    for begin in range(0, schedule.batch, 256):
+        index = begin + gl.arange(0, 256, layout=lanes)
+        starts = gl.load(packing.first_block + index, mask=index < schedule.batch, other=block + 1)
+        n += gl.sum((starts <= block).to(gl.int32), 0)
+    # Sequences without queries have no blocks: of several with one start the last is meant.
+    q_start = gl.load(packing.q_starts + n)
+    queries = gl.load(packing.q_starts + n + 1) - q_start
+    keys = gl.load(packing.k_used + n)
+    # The longest blocks of a sequence first, as in a dense batch.
+    row = (gl.load(packing.first_block + n + 1) - 1 - block) * BLOCK_Q
+    return Block(n, head, row, queries, keys, q_start, gl.load(packing.k_starts + n))
+
+
+@gluon.jit
+def corner(block, head, row, RAGGED: gl.constexpr, QUERIES: gl.constexpr):
+    """Where TMA finds a row of the block's sequence, of queries and outputs or of keys."""
+    if RAGGED:
+        # A descriptor of two more axes, whose addresses wrap at 2^64: the row is beyond the edge of
+        # its axis where it is beyond its sequence. Source: triton/tools/ragged_tma.py.
+        start = block.q_start if QUERIES else block.k_start
+        length = block.queries if QUERIES else block.keys
+        return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
+    else:
+        return [block.batch, head, row, 0]
+
+
+@aggregate
+class Tickets:
+    """Blocks that one warp, the producer, hands to all readers."""
+
+    numbers: gl.shared_memory_descriptor  # [SLOTS · FIELDS, 1] int32
+    full: gl.shared_memory_descriptor  # [SLOTS, 1]
+    empty: gl.shared_memory_descriptor  # [SLOTS, 1]
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, full, empty):
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def put(self, slot, FIELD: gl.constexpr, value):
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.numbers.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, one))
+
+    @gluon.jit
+    def get(self, slot, FIELD: gl.constexpr):
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.max(self.numbers.index(slot * FIELDS + FIELD).load(one), 0)
+
+    @gluon.jit
+    def give(self, block, turn):
+        """Producer: waits until all readers have taken what was in the slot."""
+        slot, phase = place(turn, SLOTS)
+        mbarrier.wait(self.empty.index(slot), phase ^ 1)
+        self.put(slot, 0, block.batch)
+        self.put(slot, 1, block.head)
+        self.put(slot, 2, block.row)
+        self.put(slot, 3, block.queries)
+        self.put(slot, 4, block.keys)
+        self.put(slot, 5, block.q_start)
+        self.put(slot, 6, block.k_start)
+        barrier()  # one lane arrives, after the lanes that stored
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def take(self, turn):
+        """Reader: waits for the producer's block."""
+        slot, phase = place(turn, SLOTS)
+        mbarrier.wait(self.full.index(slot), phase)
+        batch = self.get(slot, 0)
+        head = self.get(slot, 1)
+        row = self.get(slot, 2)
+        queries = self.get(slot, 3)
+        keys = self.get(slot, 4)
+        q_start = self.get(slot, 5)
+        k_start = self.get(slot, 6)
+        barrier()  # one thread arrives, after all threads have loaded
+        mbarrier.arrive(self.empty.index(slot), count=1)
+        return Block(batch, head, row, queries, keys, q_start, k_start)
+
+
+@gluon.jit
+def tickets(READERS: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Tickets(numbers, full, empty)
