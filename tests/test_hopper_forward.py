@@ -24,8 +24,7 @@ SMALL = Tile(64, consumers=2, block_kv=64, kv_slots=2)  # many tiles in few keys
 WIDE = Tile(64, consumers=3, block_kv=64, kv_slots=3, registers=(128, 160, 24))
 TURNS = Tile(64, consumers=2, block_kv=64, kv_slots=2, pingpong=True)
 HALF = Tile(128, consumers=2, block_kv=64, kv_slots=2, shared_out=True)
-PART = Tile(128, consumers=2, block_kv=32, kv_slots=2, q_columns=64)
-IN_REGISTERS = Tile(64, consumers=2, block_kv=64, kv_slots=2, q_columns=64)
+IN_REGISTERS = Tile(64, consumers=2, block_kv=64, kv_slots=2, q_registers=True)
 
 
 class Case(NamedTuple):
@@ -86,10 +85,9 @@ CASES = {
         )
     },
     "tiny scale": Case((1, 1, 1, 100, 100), options={"scale": 1e-46, "right": 0}),
-    "huge scale": Case((1, 1, 1, 100, 100), options={"scale": 1e30, "right": 0}),
+    "large scores": Case((1, 1, 1, 100, 100), options={"scale": 1e5, "right": 0}),
     "one key": Case((1, 2, 2, 1, 1), options={"right": 0}),
     "one query": Case((2, 4, 1, 1, 333)),
-    "half of Q in registers": Case((1, 2, 2, 200, 200), (128, 128), tile=PART),
     "Q in registers": Case((1, 2, 2, 200, 200), tile=IN_REGISTERS, options={"right": 0}),
     "table 64": Case((1, 2, 2, 200, 260), tile=None),
     "table 64, long": Case((1, 1, 1, 200, 2200), tile=None),
@@ -202,13 +200,13 @@ def test_axes_of_length_one_with_any_stride(gluon: Gluon) -> None:
 
 
 def test_a_sink_alone(gluon: Gluon) -> None:
-    """Rows that see nothing: lse is the sink, −inf and 3e38 among them."""
+    """Rows that see nothing: lse is the sink, −inf and 1e38 among them."""
     q, k, v = tensors(Case((1, 3, 3, 130, 64)), gluon.device)
-    sink = torch.tensor([-math.inf, 0.5, 3e38], device=gluon.device)
+    sink = torch.tensor([-math.inf, 0.5, 1e38], device=gluon.device)
     run = {"scale": 0.125, "right": -100, "sink": sink, "tile": SMALL, "programs": 3}
     out, lse = kernel.forward(q, k, v, **run)
     assert (out[:, :, :100] == 0).all() and out.isfinite().all()
-    assert (lse[0, 0, :100] == -math.inf).all() and (lse[0, 2] > 1e38).all()
+    assert (lse[0, 0, :100] == -math.inf).all() and (lse[0, 2] > 0.99e38).all()
     torch.testing.assert_close(lse[0, 1, :100], torch.full_like(lse[0, 1, :100], 0.5))
 
 
@@ -328,15 +326,14 @@ def test_no_queries() -> None:
 
 
 def test_tiles() -> None:
-    assert choose(64, 2048, True).consumers == 2 and choose(64, 2049, True).consumers == 3
-    assert choose(128, 4096, True).q_columns == 0 and choose(128, 4096, False).q_columns == 64
-    columns = [choose(n, 4096, True).columns for n in (1, 64, 65, 128, 129, 256)]
+    assert choose(64, 2048).consumers == 2 and choose(64, 2049).consumers == 3
+    columns = [choose(n, 4096).columns for n in (1, 64, 65, 128, 129, 256)]
     assert columns == [64, 64, 128, 128, 256, 256]
     with pytest.raises(ValueError, match="300 columns: at most 256"):
-        choose(300, 4096, True)
+        choose(300, 4096)
     for fault in (
         {"consumers": 4}, {"columns": 96}, {"kv_slots": 8}, {"block_kv": 48},
-        {"consumers": 3, "pingpong": True}, {"registers": (168, 240, 40)}, {"q_columns": 32},
+        {"consumers": 3, "pingpong": True}, {"registers": (168, 240, 40)},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no kernel for"):
             Tile(**{"columns": 128, "consumers": 2, "block_kv": 128, "kv_slots": 2} | fault)
@@ -371,8 +368,6 @@ MOST_SPILLS = {2: 4, 3: 64}
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.tile.columns}-{r.tile.consumers}")
 def test_machine_code(row: Any, causal: bool, packed: bool) -> None:
     tile = row.tile
-    if row.masked is not None and row.masked != causal:
-        pytest.skip("the table does not use this tile so")
     found = (compiled_packed if packed else compiled)(tile, right=0 if causal else None)
     for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert found.opcodes[opcode], opcode

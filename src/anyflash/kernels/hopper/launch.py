@@ -15,8 +15,8 @@ from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.tiles import Tile, choose
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Of 1, 2, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
-# tiles.py: at D = 128, S = 1024 dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
+# Of 1, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
+# tiles.py: at D = 128, S = 1 K dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
 SECTION = 16
 
 
@@ -137,12 +137,11 @@ def forward_packed(
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, o: Options, keys: int) -> Tile:
-    masked = o.left is not None or o.right is not None
     # What a row sees on average of a long sequence: half of the keys if causal.
     seen = keys if o.right is None else keys // 2
     if o.left is not None and o.right is not None:
         seen = min(seen, max(o.left + o.right + 1, 1))
-    return choose(max(q.shape[-1], v.shape[-1]), seen, masked)
+    return choose(max(q.shape[-1], v.shape[-1]), seen)
 
 
 # What the scale may be without being applied to the scores first: beyond, scale · log2 e or a
@@ -172,7 +171,7 @@ def _launch(
     flags = Flags(
         LEFT=o.left is not None, RIGHT=o.right is not None, SCALED=scaled, SOFTCAP=o.softcap != 0,
         SINK=o.sink is not None, PINGPONG=tile.pingpong, DYNAMIC=dynamic,
-        PACKED=packing is not None, SHARED=tile.shared_out, Q_COLUMNS=tile.q_columns,
+        PACKED=packing is not None, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
     )  # fmt: skip
     # Any window reaches no further than all rows and keys: positions stay within 32 bits.
     reach = q.shape[-2 if packing is None else 0] + k.shape[-2 if packing is None else 0]

@@ -87,8 +87,11 @@ def online_softmax(s, row_max, row_sum, scale_log2):
 @gluon.jit
 def with_sink(row_max, row_sum, logit):
     """(factor for the output so far, maximum, sum) after one more logit without a value."""
-    sink = gl.minimum(logit, 2e38) * LOG2E  # stays finite
+    sink = logit * LOG2E
     new_max = gl.maximum(row_max, sink)
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     shrink = gl.exp2(row_max - shift)
-    return shrink, new_max, row_sum * shrink + gl.exp2(sink - shift)
+    # Written as one, product and difference become a fused multiply-add, and of a sink of 1e9 that
+    # is the largest the rounding of `shift` would be left over.
+    weight = gl.where(sink > row_max, 1.0, gl.exp2(sink - shift))
+    return shrink, new_max, row_sum * shrink + weight
