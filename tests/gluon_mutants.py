@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gluon_emulator import EmulatorError, NotEmulated, emulate
@@ -229,6 +230,8 @@ class _Unsynchronised(ast.NodeTransformer):
 
 
 def _with_copy(text: str, name: str, known: Signatures) -> str:
+    if name not in text:
+        return text
     lines = text.splitlines()
     found = [f for f in device_functions(text) if f.name == name]
     for function in sorted(found, key=lambda f: -f.lineno):  # from the last, to keep line numbers
@@ -236,7 +239,12 @@ def _with_copy(text: str, name: str, known: Signatures) -> str:
         copy.name += COPY
         indented = textwrap.indent(ast.unparse(copy), " " * function.col_offset)
         lines[function.end_lineno : function.end_lineno] = ["", *indented.splitlines()]
-    return "\n".join([*lines, ""])
+    text = "\n".join([*lines, ""])
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and any(a.name == name for a in node.names):
+            node.names.append(ast.alias(name + COPY))
+            return Place(text).replaced(node, ast.unparse(node))
+    return text
 
 
 def patches(subject: Subject) -> Iterator[Mutant]:
@@ -280,21 +288,27 @@ def mutants(subject: Subject) -> list[Mutant]:
 
 @contextlib.contextmanager
 def loaded(subject: Subject, mutant: Mutant | None = None) -> Iterator[ModuleType]:
-    """The module with the launcher, it and its helpers made anew.
+    """The module with the launcher, it and its helpers made anew, as far as they depend on a fault.
 
     Each is a file of its own for as long as it is used: Triton and the emulator read the source of
     a function from its file, under a path at which there has been no other text.
     """
     texts = mutant.texts if mutant else {}
+    # No file imports one before it.
+    last = max(
+        (n for n, f in enumerate(subject.files) if texts.get(f, source(f)) != source(f)), default=0
+    )
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number, file in reversed(list(enumerate(subject.files))):
-            path = folder / str(number) / Path(file).name
-            path.parent.mkdir()
-            path.write_text(texts.get(file) or source(file))
             # Below src or tests; elsewhere a module without a package.
             inside = Path(file).with_suffix("")
             name = inside.name if inside.is_absolute() else ".".join(inside.parts[1:])
+            if number > last and importlib.util.find_spec(name):
+                continue
+            path = folder / str(number) / Path(file).name
+            path.parent.mkdir()
+            path.write_text(texts.get(file) or source(file))
             spec = importlib.util.spec_from_file_location(name, path)
             module = importlib.util.module_from_spec(spec)
             stack.enter_context(_standing_in(name, module))
@@ -322,11 +336,22 @@ def _standing_in(name: str, module: ModuleType) -> Iterator[None]:
                 table[key] = old
 
 
+@contextlib.contextmanager
+def _empty_is_nan() -> Iterator[None]:
+    """What a kernel leaves out is not, by chance, what the run before has computed."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # then `torch.empty` fills
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def caught(
     subject: Subject, mutant: Mutant | None, seeds: Iterable[int], races: bool = True
 ) -> Catch | None:
     """The first catch, by seeds and then by checks. Errors of Python come through."""
-    with loaded(subject, mutant) as module:
+    with loaded(subject, mutant) as module, _empty_is_nan():
         for seed in seeds:
             for check in subject.checks:
                 try:
