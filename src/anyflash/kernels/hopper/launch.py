@@ -48,7 +48,8 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
         shape = [RAGGED_EXTENT, RAGGED_EXTENT, shape[1], RAGGED_ROWS, shape[2]]
         strides = [RAGGED_STRIDE - row, row, head, row, 1]
     box = [1] * (len(shape) - 2) + [rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
+    default = gl.NVMMASharedLayout.get_default_for
+    layout = default(box, DTYPES[x.dtype])  # pyright: ignore[reportCallIssue]
     return TensorDescriptor(x, shape, strides, box, layout)
 
 
@@ -186,6 +187,6 @@ def _launch(
         queries, keys, left, right, batch, heads, heads // heads_kv, SECTION, total,
         CONSUMERS=tile.consumers, KV_SLOTS=tile.kv_slots, FLAGS=flags,
         CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
-        num_warps=4, maxnreg=registers,
+        num_warps=4, maxnreg=registers,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return out
