@@ -128,9 +128,8 @@ def test_twenty_schedules(seed: int) -> None:
     """One case of each kernel that has all of its waits, without a false alarm."""
     from gluon_emulator import emulate
 
-    run = Gluon(torch.device("cpu"), True, [])
     with emulate(seed=seed) as launches:
-        run = Gluon(run.device, True, launches)
+        run = Gluon(torch.device("cpu"), True, launches)
         test_forward(run, 64, 260, 390, True, {"pingpong": True, "programs": 3}, torch.bfloat16)
     with emulate(seed=seed):
         test_backward(run, 64, 200, 264, True, {}, torch.bfloat16)

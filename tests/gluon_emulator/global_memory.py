@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,6 +35,14 @@ class Memory:
         return memories[key]
 
 
+def reach(sizes: Iterable[int], strides: Iterable[int]) -> int:
+    """How many elements a strided tensor spans in memory, from its first to its last."""
+    sizes = list(sizes)
+    if 0 in sizes:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
 class Span:
     """Some elements of one storage: a strided view of it, or a list of offsets."""
 
@@ -45,7 +54,7 @@ class Span:
             lo, hi = 0, 0
         elif offsets is None:
             lo = base.storage_offset()
-            hi = lo + 1 + sum((n - 1) * s for n, s in zip(base.shape, base.stride(), strict=True))
+            hi = lo + reach(base.shape, base.stride())
         elif offsets.numel() == 1:
             lo = int(offsets)
             hi = lo + 1
@@ -218,8 +227,8 @@ class Descriptor:
             return self.base.new_empty(sizes), tuple(inner)
         n = self.base.itemsize
         offset = ((offset * n + 2**63) % 2**64 - 2**63) // n + self.base.storage_offset()
-        last = offset + sum((n - 1) * s for n, s in zip(sizes, self.steps, strict=True) if n > 1)
-        if offset < 0 or last >= self.base.untyped_storage().nbytes() // n:
+        end = offset + reach(sizes, self.steps)
+        if offset < 0 or end > self.base.untyped_storage().nbytes() // n:
             raise EmulatorError(f"{here()}: a TMA box at {at} lies outside of its tensor's memory")
         strides = [s if n > 1 else 0 for n, s in zip(sizes, self.steps, strict=True)]
         return self.base.as_strided(sizes, strides, offset), tuple(inner)

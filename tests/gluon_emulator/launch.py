@@ -11,7 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from .errors import EmulatorError, NotEmulated
-from .global_memory import Descriptor, Pointer
+from .global_memory import Descriptor, Pointer, reach
 from .machine import Machine
 from .translate import translate
 from .values import Scalar
@@ -33,7 +33,7 @@ def argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         if x.device.type != "cpu":
             raise EmulatorError(f"the emulator runs on CPU tensors, not on {x.device}")
-        return Pointer(x.as_strided((_reach(x),), (1,), x.storage_offset()))
+        return Pointer(x.as_strided((reach(x.shape, x.stride()),), (1,), x.storage_offset()))
     if hasattr(x, "block_shape"):
         return Descriptor(x.base, x.shape, x.strides, x.block_shape, x.padding)
     if isinstance(x, bool):
@@ -46,13 +46,6 @@ def argument(x: Any) -> Any:
         parts = [argument(part) for part in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
-
-
-def _reach(x: torch.Tensor) -> int:
-    """How many elements from its first one a tensor spans in memory."""
-    if x.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 # Options of a launch. Those that change only how fast it is are not looked at.
