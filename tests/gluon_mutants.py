@@ -208,12 +208,20 @@ def _changes(
     if statement is not None:
         yield "dropped", statement, "pass"
     elif callee(call) == "warpgroup_mma_wait":
-        yield "dropped", call, ", ".join(ast.unparse(x) for x in given["deps"].elts)
+        yield "dropped", call, ast.unparse(_waited_for(call))
     for parameter, value in given.items():
         for what, form in CHANGES.get(SAME_PARAMETER.get(parameter, parameter), ()):
             # The hardware has no count of zero.
             if not (what == "count - 1" and ast.unparse(value) == "1"):
                 yield what, value, form.format(ast.unparse(value))
+
+
+def _waited_for(wait: ast.Call) -> ast.expr:
+    """What `warpgroup_mma_wait` returns, as it was before: one value, or a tuple of them."""
+    (deps,) = [*wait.args[1:], *(k.value for k in wait.keywords if k.arg == "deps")]
+    if not isinstance(deps, ast.List):
+        return deps
+    return deps.elts[0] if len(deps.elts) == 1 else ast.Tuple(deps.elts, ast.Load())
 
 
 # A helper whose result is used cannot be dropped: a copy of it that does not synchronise is called.
@@ -224,9 +232,15 @@ class _Unsynchronised(ast.NodeTransformer):
     def __init__(self, known: Signatures) -> None:
         self.known = known
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
-        return ast.Pass() if isinstance(call, ast.Call) and callee(call) in self.known else node
+        if isinstance(call, ast.Call) and callee(call) in self.known:
+            return ast.Pass()
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        return _waited_for(node) if callee(node) == "warpgroup_mma_wait" else node
 
 
 def _with_copy(text: str, name: str, known: Signatures) -> str:
@@ -347,23 +361,37 @@ def _empty_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+# By the subject's files: the check that caught the last fault. It goes first with the next one, for
+# faults that stand together are mostly caught by the same.
+_caught_last: dict[tuple[str, ...], Check] = {}
+
+
 def caught(
     subject: Subject, mutant: Mutant | None, seeds: Iterable[int], races: bool = True
 ) -> Catch | None:
     """The first catch, by seeds and then by checks. Errors of Python come through."""
+    last = _caught_last.get(subject.files)
+    checks = sorted(subject.checks, key=lambda check: check is not last)
     with loaded(subject, mutant) as module, _empty_is_nan():
         for seed in seeds:
-            for check in subject.checks:
-                try:
-                    with emulate(seed=seed, races=races):
-                        results = check(module)
-                except NotEmulated:
-                    raise
-                except EmulatorError as error:
-                    return Catch(seed, type(error).__name__, str(error))
-                for r in results:
-                    try:
-                        assert_close(*r)
-                    except AssertionError as error:
-                        return Catch(seed, "wrong values", str(error))
+            for check in checks:
+                if found := _catch(check, module, seed, races):
+                    _caught_last[subject.files] = check
+                    return found
+    return None
+
+
+def _catch(check: Check, module: ModuleType, seed: int, races: bool) -> Catch | None:
+    try:
+        with emulate(seed=seed, races=races):
+            results = check(module)
+    except NotEmulated:
+        raise
+    except EmulatorError as error:
+        return Catch(seed, type(error).__name__, str(error))
+    for result in results:
+        try:
+            assert_close(*result)
+        except AssertionError as error:
+            return Catch(seed, "wrong values", str(error))
     return None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import plain
-from anyflash.kernels.hopper.tiles import Tile
+from anyflash.kernels.hopper.tiles import Columns, Tile
 from gluon_mutants import Result
 from plain import Seen, Terms
 
@@ -97,11 +101,70 @@ def fp8(module: ModuleType, sizes: Sizes, peak: bool = False, **options: Any) ->
 
 # The package's forward kernel.
 
-SMALL = Tile(64, consumers=2, block_kv=64, kv_slots=2)
-REGISTERS = Tile(64, consumers=2, block_kv=64, kv_slots=2, q_registers=True)
-TURNS = Tile(64, consumers=2, block_kv=64, kv_slots=2, pingpong=True)
-THREE = Tile(64, consumers=3, block_kv=64, kv_slots=3, registers=(128, 160, 24))
-SHARED = Tile(128, consumers=2, block_kv=64, kv_slots=2, shared_out=True)
+
+def small(columns: int | Columns, **changes: Any) -> Tile:
+    """A tile of few keys, so that few keys make many tiles."""
+    c = columns if isinstance(columns, Columns) else Columns(columns)
+    return Tile(**{"qk": c, "v": c, "consumers": 2, "block_kv": 64, "kv_slots": 2} | changes)
+
+
+SMALL = small(64)
+REGISTERS = small(64, q_registers=True, overlap=True)
+TURNS = small(64, pingpong=True)
+THREE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
+THREE_TURNS = small(64, consumers=3, pingpong=True, lazy=True, registers=(128, 160, 24))
+SHARED = small(128, shared_out=True, lazy=True)
+PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)
+PANELS_OF_V = small(64, v=Columns(32, 3))
+PANELS_OF_V_LAZY = small(64, v=Columns(32, 3), lazy=True)
+
+Pairs = list[tuple[Tensor, Tensor]]
+# By name: of rows i and a number of keys, the intervals [lo, hi) of each row, the lower one first.
+INTERVALS: dict[str, Callable[[Tensor, int], Pairs]] = {
+    "nothing": lambda i, keys: [],
+    "documents": lambda i, keys: [(i // 50 * 50, i // 50 * 50 + 50)],
+    # All rows of the first block see the keys 64 to 128.
+    "band": lambda i, keys: [(i // 2, i + 140)],
+    # Tiles between that nobody sees, below the longer interval and above it.
+    "first keys": lambda i, keys: [(0 * i, i % 3), (170 + i, 400 + i // 4)],
+    "last keys": lambda i, keys: [(i // 64, 190 + i // 3), (keys - 60 + i // 9, keys - i % 2)],
+    # Every fifth row sees nothing, others one key, or two intervals that begin with the keys.
+    "some rows": lambda i, keys: [(i % 5, i % 5 + (i % 5 > 0) * 12), (20 + i // 2, 75 + i // 2)],
+}
+
+
+def bounds_of(name: str, queries: int, keys: int) -> Tensor:
+    """(queries, n, 2) as the kernel wants them: sorted, empty ones last."""
+    pairs = [torch.stack(pair, -1) for pair in INTERVALS[name](torch.arange(queries), keys)]
+    if not pairs:
+        return torch.empty(queries, 0, 2, dtype=torch.int32)
+    bounds = torch.stack(pairs, 1).clamp(0, keys)
+    empty = bounds[..., :1] >= bounds[..., 1:]
+    bounds = torch.where(empty, keys, bounds)
+    order = empty.int().argsort(dim=1, stable=True).expand_as(bounds)
+    return bounds.gather(1, order).int()
+
+
+def in_intervals(bounds: list[Tensor]) -> Seen:
+    """By batch element, or one for all of them: (queries, n, 2)."""
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+        each = [bounds[min(n, len(bounds) - 1)][i.flatten()] for n in b.flatten().tolist()]
+        lo, hi = (x[:, None, :, None] for x in torch.stack(each).unbind(-1))
+        return ((j[..., None] >= lo) & (j[..., None] < hi)).any(-1)
+
+    return seen
+
+
+def in_window(left: int | None, right: int | None) -> Seen:
+    low = -math.inf if left is None else -left
+    high = math.inf if right is None else right
+    return lambda b, h, i, j, offset: (j - i >= offset + low) & (j - i <= offset + high)
+
+
+def seed_of(dropout: float) -> Tensor | None:
+    """With both halves, and both different from zero."""
+    return torch.tensor([(12345 << 32) + 678]) if dropout else None
 
 
 @dataclass(frozen=True)
@@ -113,68 +176,221 @@ class Hopper:
     section: int = 16
     left: int | None = None
     right: int | None = None
+    intervals: tuple[str, ...] = ()  # of all batch elements, or of each
     scale: float = 0.125
     softcap: float = 0.0
     sink: tuple[float, ...] | None = None
+    dropout: float = 0.0
+    share: int | None = None
     dtype: torch.dtype = torch.float16
 
     def __call__(self, module: ModuleType) -> list[Result]:
-        (q, k, v), sink, like, exact = self.example
+        (q, k, v), sink, bounds, like, exact = self.example
         module.SECTION = self.section
         found = module.forward(
             q, k, v, scale=self.scale, left=self.left, right=self.right, softcap=self.softcap,
-            sink=sink, tile=self.tile, programs=self.programs,
+            sink=sink, bounds=bounds, dropout=self.dropout, seed=seed_of(self.dropout),
+            tile=self.tile, share=self.share, programs=self.programs,
         )  # fmt: skip
         return [Result(*x) for x in zip(("out", "lse"), found, like, exact, strict=True)]
 
     @cached_property
-    def example(self) -> tuple[list[Tensor], Tensor | None, tuple, tuple]:
+    def example(self) -> tuple[list[Tensor], Tensor | None, Tensor | None, tuple, tuple]:
         (b, hq, hkv, sq, sk), (d, dv) = self.shape, self.dims
         xs = inputs(self.dtype, (b, hq, sq, d), (b, hkv, sk, d), (b, hkv, sk, dv))
         sink = None if self.sink is None else torch.tensor(self.sink)
-        seen = in_window(self.left, self.right)
-        terms = Terms(scale=self.scale, softcap=self.softcap, seen=seen, sink=sink)
+        each = [bounds_of(name, sq, sk) for name in self.intervals]
+        seen = in_intervals(each) if each else in_window(self.left, self.right)
+        terms = Terms(
+            scale=self.scale, softcap=self.softcap, seen=seen, sink=sink, dropout=self.dropout,
+            seed=seed_of(self.dropout),
+        )  # fmt: skip
         out, _ = plain.attention(*xs, terms)
         _, lse = plain.attention(*(x.float() for x in xs), terms)
-        return xs, sink, (out, lse), plain.attention(*(x.double() for x in xs), terms)
+        exact = plain.attention(*(x.double() for x in xs), terms)
+        bounds = torch.stack(each) if each else None
+        if bounds is not None and bounds.shape[2]:  # what lies behind all intervals has no effect
+            lo, hi = bounds.expand(b, -1, -1, -1).unbind(-1)
+            for n, last in enumerate((hi * (lo < hi)).flatten(1).amax(1).tolist()):
+                xs[1][n, :, last:] = xs[2][n, :, last:] = math.nan
+        return xs, sink, bounds, (out, lse), exact
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of two query heads and one key head. Unused keys are NaN."""
+    """Sequences one behind the other. Unused keys are NaN."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     used: tuple[int, ...]
+    heads: tuple[int, int] = (2, 1)
     left: int | None = None
     right: int | None = None
+    intervals: str | None = None  # of each sequence; they reach beyond its used keys
+    dropout: float = 0.0
+    share: int | None = None
 
     def __call__(self, module: ModuleType) -> list[Result]:
-        (q, k, v), numbers, like, exact = self.example
-        options = {"scale": 0.125, "left": self.left, "right": self.right}
-        found = module.forward_packed(q, k, v, *numbers, tile=SMALL, programs=2, **options)
+        (q, k, v), numbers, bounds, like, exact = self.example
+        options = {"scale": 0.125, "left": self.left, "right": self.right, "bounds": bounds}
+        found = module.forward_packed(
+            q, k, v, *numbers, **options, dropout=self.dropout, seed=seed_of(self.dropout),
+            tile=SMALL, share=self.share, programs=2,
+        )  # fmt: skip
         return [Result(*x) for x in zip(("out", "lse"), found, like, exact, strict=True)]
 
     @cached_property
-    def example(self) -> tuple[list[Tensor], list[Tensor], tuple, tuple]:
-        q, k, v = inputs(torch.float16, *((sum(n), h, 64) for n, h in self.lengths))
+    def example(self) -> tuple[list[Tensor], list[Tensor], Tensor | None, tuple, tuple]:
+        hq, hkv = self.heads
+        lengths = (self.queries, hq), (self.keys, hkv), (self.keys, hkv)
+        q, k, v = inputs(torch.float16, *((sum(n), h, 64) for n, h in lengths))
         at_q, at_k = ([0, *accumulate(n)] for n in (self.queries, self.keys))
         packing = plain.Packing(at_q, at_k, list(self.used))
-        terms = Terms(scale=0.125, seen=in_window(self.left, self.right))
+        seen, bounds = in_window(self.left, self.right), None
+        if self.intervals:
+            sizes = zip(self.queries, self.keys, strict=True)
+            each = [bounds_of(self.intervals, *size) for size in sizes]
+            seen = in_intervals(each)
+            bounds = torch.cat([x + start for x, start in zip(each, at_k, strict=False)])[None]
+        terms = Terms(scale=0.125, seen=seen, dropout=self.dropout, seed=seed_of(self.dropout))
         out, _ = plain.packed(q, k, v, terms, packing)
         _, lse = plain.packed(q.float(), k.float(), v.float(), terms, packing)
         exact = plain.packed(q.double(), k.double(), v.double(), terms, packing)
         for start, end, used in zip(at_k, at_k[1:], self.used, strict=False):
             k[start + used : end] = v[start + used : end] = math.nan
         numbers = [torch.tensor(x, dtype=torch.int32) for x in (at_q, at_k, self.used)]
-        return [q, k, v], numbers, (out, lse), exact
+        return [q, k, v], numbers, bounds, (out, lse), exact
+
+
+class PlanFlags(NamedTuple):
+    LEFT: bool
+    RIGHT: bool
+    INTERVALS: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which key tiles blocks of rows take, in which order, and how many of them with a mask. A tile
+    too many, or one with a mask that needs none, costs time and changes no result.
+
+    It says what `masking.plan` says by other means: by sets of tiles.
+    """
+
+    queries: int
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    intervals: int = 0  # if not 0, so many of each row, at random
+    rows: int = 128  # of a block
+    block_kv: int = 64
+
+    def __call__(self, module: ModuleType) -> list[Result]:
+        bounds, exact = self.bounds, self.exact
+        found = torch.full_like(exact, -1, dtype=torch.int32)
+        plan_kernel()[(self.blocks,)](
+            found, found if bounds is None else bounds, found.shape[1], self.queries, self.keys,
+            self.left or 0, self.right or 0, ROWS=self.rows, BLOCK_KV=self.block_kv,
+            FLAGS=PlanFlags(self.left is not None, self.right is not None, self.intervals),
+            num_warps=1,
+        )  # fmt: skip
+        return [Result("tiles", *(x.double() for x in (found, exact, exact)))]
 
     @property
-    def lengths(self) -> tuple:
-        return (self.queries, 2), (self.keys, 1), (self.keys, 1)
+    def blocks(self) -> int:
+        return -(-self.queries // self.rows)
+
+    @cached_property
+    def bounds(self) -> Tensor | None:
+        """(queries, intervals, 2): rows of a block see much the same, tiles begin and end with
+        them, or nearly so; some see nothing, or not two intervals."""
+        if not self.intervals:
+            return None
+        g = torch.Generator().manual_seed(self.intervals)
+
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=g)
+
+        ends, tiles = 2 * self.intervals, self.keys // self.block_kv + 2
+        of_block = draw(0, tiles, self.blocks, 1, ends).sort(-1).values * self.block_kv
+        of_block = of_block + draw(-1, 2, self.blocks, 1, ends)
+        same = draw(0, 3, self.blocks, 1, 1) == 0
+        of_row = torch.where(same, 0, draw(-1, 2, self.blocks, self.rows, ends))
+        wild = draw(0, 8, self.blocks, self.rows, 1) == 0
+        of_row = torch.where(wild, draw(-90, 90, self.blocks, self.rows, ends), of_row)
+        bounds = (of_block + of_row).clamp(0, self.keys).sort(-1).values
+        bounds = bounds.flatten(0, 1)[: self.queries].unflatten(-1, (self.intervals, 2))
+        # What is empty lies before all keys or behind them.
+        block = torch.arange(self.queries)[:, None] // self.rows
+        none = torch.where(draw(0, 2, self.blocks) == 0, 0, self.keys)[block]
+        nobody = block % 8 == 3
+        empty = nobody | (draw(0, 8, self.queries, self.intervals) == 0)
+        empty = empty | (bounds[..., 0] >= bounds[..., 1])
+        bounds = torch.where(empty[..., None], none[..., None], bounds)
+        order = empty.int().argsort(dim=1, stable=True)[..., None].expand_as(bounds)
+        return bounds.gather(1, order).int()
+
+    @cached_property
+    def exact(self) -> Tensor:
+        return torch.tensor([self.numbers(block) for block in range(self.blocks)])
+
+    def of_rows(self, block: int) -> list[list[tuple[int, int]]]:
+        """By interval and row. A window goes on for rows beyond the end."""
+        first = block * self.rows
+        if self.bounds is not None:
+            of_intervals = self.bounds[first : first + self.rows].transpose(0, 1).tolist()
+            return [[(lo, hi) for lo, hi in pairs] for pairs in of_intervals]
+        position = first + self.keys - self.queries
+        every = self.queries + self.keys  # keys before or after any row
+        left, right = (every if x is None else x for x in (self.left, self.right))
+        at = range(position, position + self.rows)
+        return [[(max(p - left, 0), min(p + right + 1, self.keys)) for p in at]]
+
+    def numbers(self, block: int) -> list[int]:
+        """One past the last key that any row sees, how many tiles there are, how many of them are
+        masked, then they, then −1."""
+        end, clear_keys = 0, range(0)
+        taken: set[int] = set()
+        for pairs in self.of_rows(block):
+            ends = [pair for pair in pairs if pair[0] < pair[1]]
+            if ends:
+                low, high = min(lo for lo, _ in ends), max(hi for _, hi in ends)
+                taken |= {key // self.block_kv for key in range(low, high)}
+                end = max(end, high)
+            common = range(max(lo for lo, _ in pairs), min(hi for _, hi in pairs))
+            clear_keys = max(clear_keys, common, key=len)
+        taken = taken or {(self.keys - 1) // self.block_kv}
+        clear = {tile for tile in taken if self.keys_of(tile) <= set(clear_keys)}
+        if taken == clear:
+            clear.remove(max(clear))
+        order = sorted(taken - clear, reverse=True) + sorted(clear, reverse=True)
+        room = 2 * (-(-self.keys // self.block_kv) + 1)
+        return [end, len(order), len(taken - clear), *order, *[-1] * (room - len(order))]
+
+    def keys_of(self, tile: int) -> set[int]:
+        return set(range(tile * self.block_kv, (tile + 1) * self.block_kv))
 
 
-def in_window(left: int | None, right: int | None) -> Seen:
-    low = -math.inf if left is None else -left
-    high = math.inf if right is None else right
-    return lambda b, h, i, j, offset: (j - i >= offset + low) & (j - i <= offset + high)
+def plan_kernel() -> Any:
+    """Made anew for each call: what it calls may be under attack."""
+    masking = importlib.import_module("anyflash.kernels.hopper.masking")
+    schedule = importlib.import_module("anyflash.kernels.hopper.schedule")
+    Block, Limits, plan = schedule.Block, masking.Limits, masking.plan
+    masked_tile, clear_tile = masking.masked_tile, masking.clear_tile
+
+    @gluon.jit
+    def kernel(
+        out, bounds, width, queries, keys, left, right, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr,
+        FLAGS: gl.constexpr,
+    ):  # fmt: skip
+        zero = queries * 0
+        block = Block(zero, zero, gl.program_id(0) * ROWS, queries, keys, zero, zero)
+        tiles, end = plan(block, Limits(left, right, bounds, zero, zero), ROWS, BLOCK_KV, FLAGS)
+        out += gl.program_id(0) * width
+        gl.store(out, end)
+        gl.store(out + 1, tiles.masked + tiles.clear)
+        gl.store(out + 2, tiles.masked)
+        for j in range(tiles.masked + tiles.clear):
+            tile = gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
+            gl.store(out + 3 + j, tile)
+
+    return kernel

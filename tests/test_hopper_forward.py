@@ -15,16 +15,28 @@ from torch import Tensor
 
 import plain
 from anyflash.kernels.hopper import launch as kernel
-from anyflash.kernels.hopper.tiles import ROWS, Tile, choose
+from anyflash.kernels.hopper.operands import addressable
+from anyflash.kernels.hopper.tiles import ROWS, Columns, Tile, choose
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
 from plain import Terms, assert_close, assert_same
 
-SMALL = Tile(64, consumers=2, block_kv=64, kv_slots=2)  # many tiles in few keys
-WIDE = Tile(64, consumers=3, block_kv=64, kv_slots=3, registers=(128, 160, 24))
-TURNS = Tile(64, consumers=2, block_kv=64, kv_slots=2, pingpong=True)
-HALF = Tile(128, consumers=2, block_kv=64, kv_slots=2, shared_out=True)
-IN_REGISTERS = Tile(64, consumers=2, block_kv=64, kv_slots=2, q_registers=True)
+
+def small(columns: int | Columns, **changes: Any) -> Tile:
+    """A tile of few keys, so that few keys make many tiles."""
+    c = columns if isinstance(columns, Columns) else Columns(columns)
+    return Tile(**{"qk": c, "v": c, "consumers": 2, "block_kv": 64, "kv_slots": 2} | changes)
+
+
+SMALL = small(64)
+WIDE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
+TURNS = small(64, pingpong=True)
+THREE_TURNS = small(64, consumers=3, pingpong=True, lazy=True, registers=(128, 160, 24))
+HALF = small(128, shared_out=True, lazy=True)
+OVERLAP = small(64, overlap=True)
+IN_REGISTERS = small(64, q_registers=True)
+PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)
+MIXED = small(Columns(32, 3), v=Columns(128))
 
 
 class Case(NamedTuple):
@@ -50,6 +62,9 @@ CASES = {
     "beyond all keys": Case((1, 1, 1, 100, 300), options={"left": -250, "right": 400}),
     "three consumers": Case((1, 2, 2, 400, 300), tile=WIDE, options={"right": 0}),
     "taking turns": Case((1, 3, 3, 300, 300), tile=TURNS, options={"right": 0}),
+    "three take turns": Case((1, 3, 3, 300, 300), tile=THREE_TURNS, options={"right": 0}),
+    "overlap": Case((1, 2, 2, 200, 300), tile=OVERLAP, options={"right": 0}),
+    "lazy, large scores": Case((1, 2, 2, 200, 300), (128, 128), HALF, options={"scale": 30.0}),
     "output in Q's place": Case((1, 4, 2, 200, 200), (128, 128), tile=HALF, options={"right": 0}),
     "grouped": Case((2, 6, 2, 130, 130), layout="bshd"),
     "float16": Case((1, 2, 1, 200, 200), dtype=torch.float16, options={"right": 0}),
@@ -89,8 +104,25 @@ CASES = {
     "one key": Case((1, 2, 2, 1, 1), options={"right": 0}),
     "one query": Case((2, 4, 1, 1, 333)),
     "Q in registers": Case((1, 2, 2, 200, 200), tile=IN_REGISTERS, options={"right": 0}),
-    "table 64": Case((1, 2, 2, 200, 260), tile=None),
     "table 64, long": Case((1, 1, 1, 200, 2200), tile=None),
+    "panels": Case((1, 2, 2, 200, 150), (96, 64), tile=PANELS, options={"right": 0}),
+    "panels of two widths": Case((1, 2, 2, 70, 150), (96, 100), tile=MIXED),
+    "panels, narrow": Case((1, 2, 2, 70, 150), (70, 40), tile=PANELS, layout="fused"),
+    "share 2": Case((2, 4, 2, 100, 150), options={"right": 0, "share": 2, "sink": True}),
+    "share 4": Case(
+        (1, 8, 2, 70, 150), layout="bshd", options={"left": 20, "right": 3, "share": 4}
+    ),
+    "share 4 of 12": Case((1, 12, 1, 30, 70), options={"share": 4, "right": 0}),
+    "share 64": Case((1, 64, 1, 5, 150), tile=WIDE, options={"share": 64, "right": 0}),
+    "share, panels": Case((1, 4, 2, 50, 150), (96, 64), tile=PANELS, options={"share": 2}),
+    "dropout": Case((2, 2, 1, 200, 150), options={"dropout": 0.3, "right": 0}),
+    "dropout, three consumers": Case((1, 2, 2, 250, 131), tile=WIDE, options={"dropout": 0.8}),
+    "dropping everything": Case((1, 2, 2, 70, 70), options={"dropout": 1.0}),
+    "table 64": Case((1, 2, 2, 200, 260), tile=None),
+    "table 96": Case((1, 2, 2, 140, 260), (96, 96), tile=None, options={"right": 0}),
+    "table 192": Case((1, 2, 2, 140, 130), (192, 192), tile=None, options={"right": 0}),
+    "table 192, 128": Case((1, 2, 2, 140, 260), (192, 128), tile=None, options={"right": 0}),
+    "table, one query": Case((2, 8, 1, 1, 333), tile=None, options={"right": 0}),
     "table 128": Case((1, 2, 2, 200, 260), (128, 128), tile=None, options={"right": 0}),
     "table 256": Case((1, 2, 2, 140, 130), (256, 256), tile=None, options={"right": 0}),
 }
@@ -106,7 +138,7 @@ def tensors(case: Case, device: torch.device) -> list[Tensor]:
         if case.layout == "bshd":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
         elif case.layout == "fused":
-            room = torch.full((b, rows, heads, 3, 128), math.nan, dtype=case.dtype, device=device)
+            room = torch.full((b, rows, heads, 3, 256), math.nan, dtype=case.dtype, device=device)
             room = room[:, :, :, 1, :columns]
             x = room.copy_(x.transpose(1, 2)).transpose(1, 2)
         found.append(x)
@@ -128,15 +160,21 @@ def seen_by(options: dict[str, Any]) -> plain.Seen:
 def test_forward(gluon: Gluon, case: Case) -> None:
     q, k, v = tensors(case, gluon.device)
     options = {"scale": case.dims[0] ** -0.5, **(case.options or {})}
-    sink = None
+    sink = seed = None
     if options.pop("sink", False):
         sink = torch.randn(case.shape[1], generator=torch.Generator().manual_seed(1))
         sink = sink.to(gluon.device)
-    out, lse = kernel.forward(q, k, v, **options, sink=sink, tile=case.tile, programs=case.programs)
+    if options.get("dropout"):
+        seed = torch.tensor([2**40 + 12345], device=gluon.device)
+    run = {**options, "sink": sink, "seed": seed, "tile": case.tile, "programs": case.programs}
+    out, lse = kernel.forward(q, k, v, **run)
     assert len(gluon.launches) == gluon.emulated
 
     softcap = options.get("softcap")
-    terms = Terms(scale=options["scale"], softcap=softcap, seen=seen_by(options), sink=sink)
+    terms = Terms(
+        scale=options["scale"], softcap=softcap, seen=seen_by(options), sink=sink,
+        dropout=options.get("dropout", 0.0), seed=seed,
+    )  # fmt: skip
     # lse is float32 whatever q is, and is held to that.
     like = (
         plain.attention(q, k, v, terms)[0],
@@ -149,6 +187,89 @@ def test_forward(gluon: Gluon, case: Case) -> None:
     assert out.dtype == q.dtype
 
 
+# Intervals of keys by row: what each row sees, of (queries, keys) → (lo, hi) pairs of each row.
+INTERVALS = {
+    "documents": lambda i, sk: [((i // 50) * 50, (i // 50) * 50 + 50)],
+    "prefix": lambda i, sk: [(i * 0, (i + 1).clamp(min=90))],
+    "empty rows": lambda i, sk: [(i, torch.where(i % 3 == 0, i, i + 80))],
+    "first keys and a window": lambda i, sk: [(i * 0, i * 0 + 4), ((i - 30).clamp(min=4), i + 1)],
+    "two far apart": lambda i, sk: [(i // 8, i // 8 + 9), (sk - 90 - i // 4, sk - i // 4)],
+    "a long lower one": lambda i, sk: [(i * 0, i * 0 + 200), (i * 0 + sk - 20, i * 0 + sk)],
+    "one or two": lambda i, sk: [(i * 0 + 100, i * 0 + 130), (i + 200, i * 0 + 250)],
+    "all of one block": lambda i, sk: [(i * 0, torch.where(i < 128, sk, 1))],
+    "nothing": lambda i, sk: [],
+}
+
+
+def bounds_of(form: str, queries: int, keys: int) -> Tensor:
+    """(Sq, n, 2) as `RowIntervals.bounds`: sorted, empty ones last at Sk."""
+    pairs = INTERVALS[form](torch.arange(queries), keys)
+    bounds = torch.stack(
+        [torch.stack(torch.broadcast_tensors(lo, torch.as_tensor(hi)), -1) for lo, hi in pairs], 1
+    ) if pairs else torch.empty(queries, 0, 2)  # fmt: skip
+    bounds = bounds.clamp(0, keys)
+    empty = (bounds[..., 0] >= bounds[..., 1])[..., None]
+    bounds = torch.where(empty, keys, bounds)
+    order = bounds[..., 0].argsort(dim=-1, stable=True)[..., None].expand_as(bounds)
+    return bounds.gather(1, order).int()
+
+
+def seen_in(bounds: Tensor) -> plain.Seen:
+    """By rows of a batch element (1 or B, Sq, n, 2)."""
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+        lo, hi = bounds.to(i.device)[b.clamp(max=len(bounds) - 1), i].long().unbind(-1)
+        return ((j[..., None] >= lo) & (j[..., None] < hi)).any(-1)
+
+    return seen
+
+
+@pytest.mark.parametrize("form", INTERVALS)
+@pytest.mark.parametrize("tile", [SMALL, WIDE], ids=["2 consumers", "3 consumers"])
+def test_row_intervals(gluon: Gluon, form: str, tile: Tile) -> None:
+    q, k, v = tensors(Case((2, 2, 1, 260, 400)), gluon.device)
+    forms = [form, "documents" if len(INTERVALS[form](torch.arange(1), 9)) == 1 else form]
+    bounds = torch.stack([bounds_of(f, 260, 400) for f in forms])
+    for some in (bounds, bounds[:1]):
+        run = {"bounds": some.to(gluon.device), "tile": tile, "programs": 3, "scale": 0.125}
+        found = kernel.forward(q, k, v, **run)
+        compare(found, (q, k, v), Terms(scale=0.125, seen=seen_in(some)))
+
+
+def test_nothing_seen_is_nothing_read(gluon: Gluon) -> None:
+    q, k, v = tensors(Case((1, 2, 2, 70, 150)), gluon.device)
+    bounds = torch.empty(1, 70, 0, 2, dtype=torch.int32, device=gluon.device)
+    v = torch.full_like(v, math.nan)
+    out, lse = kernel.forward(q, k, v, scale=1.0, bounds=bounds, tile=SMALL, programs=3)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("fault", [{"share": 3}, {"share": 4}, {"share": 2, "dropout": 0.5}])
+def test_heads_that_cannot_share(fault: dict[str, Any]) -> None:
+    q, k, v = (torch.empty(1, n, 64, 64, dtype=torch.bfloat16) for n in (6, 3, 3))
+    with pytest.raises(ValueError, match="share"):
+        kernel.forward(q, k, v, scale=1.0, tile=SMALL, programs=3, **fault)
+
+
+def test_shared_tiles_of_intervals(gluon: Gluon) -> None:
+    q, k, v = tensors(Case((2, 8, 2, 50, 200)), gluon.device)
+    bounds = bounds_of("first keys and a window", 50, 200)[None]
+    run = {"bounds": bounds.to(gluon.device), "tile": SMALL, "programs": 3, "share": 4}
+    found = kernel.forward(q, k, v, **run, scale=0.125)
+    compare(found, (q, k, v), Terms(scale=0.125, seen=seen_in(bounds)))
+
+
+def compare(found: Any, qkv: Any, terms: Terms) -> None:
+    """By the tolerance rule; lse is float32 whatever q is, and is held to that."""
+    like = (
+        plain.attention(*qkv, terms)[0],
+        plain.attention(*(x.float() for x in qkv), terms)[1],
+    )
+    exact = plain.attention(*(x.double() for x in qkv), terms)
+    for name, x, y, z in zip(("out", "lse"), found, like, exact, strict=True):
+        assert_close(name, x, y, z)
+
+
 def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
     case = Case((2, 2, 2, 70, 130))
     q, k, v = tensors(case, gluon.device)
@@ -157,8 +278,8 @@ def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
     rows = torch.empty(2, 2, 130, 65, dtype=k.dtype, device=k.device)[..., 1:].copy_(k)
     columns = v.transpose(2, 3).contiguous().transpose(2, 3)
     one = q[:1, :1].expand(2, 2, 70, 64)
-    assert not any(map(kernel.addressable, (rows, columns, one)))
-    assert all(map(kernel.addressable, (q, k, v, k.transpose(1, 2), k[:, :, ::2])))
+    assert not any(map(addressable, (rows, columns, one)))
+    assert all(map(addressable, (q, k, v, k.transpose(1, 2), k[:, :, ::2])))
     for name, x, y in zip(
         ("out", "lse"), kernel.forward(q, rows, columns, **run), expected, strict=True
     ):
@@ -187,7 +308,7 @@ def test_bases_off_by_a_few_bytes(gluon: Gluon, bytes_off: int) -> None:
     q, k, v = tensors(Case((1, 2, 2, 70, 130)), gluon.device)
     room = torch.zeros(k.numel() + 16, dtype=k.dtype, device=k.device)[bytes_off // 2 :]
     moved = room[: k.numel()].view(k.shape).copy_(k)
-    assert kernel.addressable(moved) == (bytes_off == 16)
+    assert addressable(moved) == (bytes_off == 16)
     run = {"scale": 0.125, "tile": SMALL, "programs": 3}
     assert_same("out", kernel.forward(q, moved, v, **run)[0], kernel.forward(q, k, v, **run)[0])
 
@@ -326,34 +447,43 @@ def test_no_queries() -> None:
 
 
 def test_tiles() -> None:
-    assert choose(64, 2048).consumers == 2 and choose(64, 2049).consumers == 3
-    columns = [choose(n, 4096).columns for n in (1, 64, 65, 128, 129, 256)]
-    assert columns == [64, 64, 128, 128, 256, 256]
-    with pytest.raises(ValueError, match="300 columns: at most 256"):
-        choose(300, 4096)
+    assert choose(64, 64, 2048).consumers == 2 and choose(64, 64, 2049).consumers == 3
+    columns = [choose(n, n, 4096).qk.total for n in (1, 64, 65, 96, 128, 129, 192, 193, 256)]
+    assert columns == [64, 64, 96, 96, 128, 192, 192, 256, 256]
+    assert choose(192, 128, 4096).v == Columns(64, 2)
+    assert choose(64, 200, 4096).qk == Columns(256)
+    with pytest.raises(ValueError, match="300 and 64 columns: at most 256"):
+        choose(300, 64, 4096)
     for fault in (
-        {"consumers": 4}, {"columns": 96}, {"kv_slots": 8}, {"block_kv": 48},
-        {"consumers": 3, "pingpong": True}, {"registers": (168, 240, 40)},
+        {"consumers": 4}, {"qk": Columns(96)}, {"kv_slots": 8}, {"block_kv": 48},
+        {"v": Columns(64, 0)}, {"registers": (168, 240, 40)},
+        {"v": Columns(64), "shared_out": True}, {"v": Columns(128, 2), "shared_out": True},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no kernel for"):
-            Tile(**{"columns": 128, "consumers": 2, "block_kv": 128, "kv_slots": 2} | fault)
+            small(128, **{"block_kv": 128} | fault)
 
 
 # Through the compiler, as a launch would do it.
 
 
 def compiled_packed(tile: Tile, **options: Any) -> Compiled:
-    q = torch.empty(4096, 2, tile.columns, dtype=torch.bfloat16, device="meta")
+    q, v = (
+        torch.empty(4096, 2, n, dtype=torch.bfloat16, device="meta")
+        for n in (tile.qk.total, tile.v.total)
+    )
     starts = torch.empty(9, dtype=torch.int32, device="meta")
     run = {"scale": 0.1, "tile": tile, "programs": 8, **options}
-    (found,) = compile_launches(kernel.forward_packed, q, q, q, starts, starts, **run)
+    (found,) = compile_launches(kernel.forward_packed, q, q, v, starts, starts, **run)
     return found
 
 
 def compiled(tile: Tile, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Compiled:
-    q = torch.empty(1, 2, 2048, tile.columns, dtype=dtype, device="meta")
+    q, v = (
+        torch.empty(1, 2, 2048, n, dtype=dtype, device="meta")
+        for n in (tile.qk.total, tile.v.total)
+    )
     (found,) = compile_launches(
-        kernel.forward, q, q, q, scale=0.1, tile=tile, programs=8, **options
+        kernel.forward, q, q, v, scale=0.1, tile=tile, programs=8, **options
     )
     return found
 
@@ -365,7 +495,9 @@ MOST_SPILLS = {2: 4, 3: 64}
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.tile.columns}-{r.tile.consumers}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda r: f"{r.tile.qk.total}-{r.tile.v.total}-{r.tile.consumers}"
+)
 def test_machine_code(row: Any, causal: bool, packed: bool) -> None:
     tile = row.tile
     found = (compiled_packed if packed else compiled)(tile, right=0 if causal else None)
@@ -374,7 +506,7 @@ def test_machine_code(row: Any, causal: bool, packed: bool) -> None:
     assert not found.serialised
     assert found.spills <= MOST_SPILLS[tile.consumers]
     # The loop without a mask: S = Q K^T and O += P V, 16 columns or keys at a time.
-    loop = found.loop_with((tile.columns + tile.block_kv) // 16)
+    loop = found.loop_with((tile.qk.total + tile.block_kv * tile.v.boxes) // 16)
     assert not loop["STL"] and not loop["LDL"] and not loop["PRMT"]
     assert found.registers == tile.registers[0]
     assert tile.shared_bytes <= found.shared_bytes <= tile.shared_bytes + 1024

@@ -1,33 +1,37 @@
 """Forward of attention on Hopper.
 
-A program takes blocks of BLOCK_Q = 64 · CONSUMERS query rows of one head, one after the other, and
-for each of them walks over the tiles of BLOCK_KV keys that its rows see, from the last to the
-first:
+A program takes blocks of 64 · CONSUMERS query rows of one head, one after the other, and for each
+of them walks over the tiles of BLOCK_KV keys that its rows see, those that need a mask first:
 
     m, l, O = −∞, 0, 0
     S = Q K^T                              [64, BLOCK_KV] in each consumer
     for each tile:
         P, m', l' = softmax of S over what came before
-        O *= 2^(m − m')
-        S' = Q K'^T                        of the next tile, in flight together with
-        O += P V                           [64, Dv], of this one
+        S' = Q K'^T                        of the next tile
+        O *= 2^(m − m')                    while the tensor cores have that
+        O += P V                           [64, Dv], of this tile
     out, lse = O / l, ln 2 · (m + log2 l)
 
 One warp, the producer, starts all copies from global memory; each consumer is a warpgroup with 64
-rows. The tensor cores compute S of the next tile while a consumer exponentiates this one.
+rows. The tensor cores multiply for one consumer while another one exponentiates.
 
 Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), out (B, Hq, Sq, Dv), in any strides
 that TMA takes, through descriptors of four axes: rows beyond a sequence are zeros in shared memory
 and are not written; so are columns beyond D where the tile is wider. Packed: q (total_q, Hq, D) and
-so on, through ragged descriptors, which do the same at the end of each sequence. lse (B, Hq, Sq) or
-(Hq, total_q), float32, contiguous.
+so on, through ragged descriptors, which do the same at the end of each sequence; v's is one also
+under INTERVALS, where rows beyond the last key that a block sees are zeros. lse (B, Hq, Sq) or
+(Hq, total_q), float32, contiguous. Columns are one box of TMA, or PANELS of them side by side
+where their number is no power of two: 96 is 3 · 32, 192 is 3 · 64.
 
-Limits: a weight is 2^(s · c − m · c) by one fused multiply-add, m · c rounded before. That shifts
-all weights of a row by up to 2^−24 of its largest score, in units of log2, which cancels out of the
-result until it leaves the range of P: below scores of about 1e8 it does not.
+HEADS query heads that have one key head may stand in the rows of one consumer, 64 / HEADS positions
+of each: a few queries then fill a tile, and keys are read once for all of them.
 
-Source: FlashAttention-3 (Shah et al., 2024), algorithms 1 and 2, for the roles and the overlap
-inside a warpgroup.
+The exponentials of a tile come after the wait for P V of the one before: ptxas moves them there,
+and they run while other consumers multiply. Held in front of it (OVERLAP), so that they overlap P V
+within a consumer, as in algorithm 2 of the source, they are 0.96 of the speed. Scaling O under the
+next S = Q K^T, instead of after P V, is 1.04 at D = 256 and 1.01 elsewhere.
+
+Source: FlashAttention-3 (Shah et al., 2024), algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -44,7 +48,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflash.kernels.hopper.compat import async_store, barrier
-from anyflash.kernels.hopper.masking import Window, clear_tiles, key_tiles, mask_scores
+from anyflash.kernels.hopper.dropout import Dropout, drop
+from anyflash.kernels.hopper.masking import (
+    Limits,
+    Tiles,
+    clear_tile,
+    mask_scores,
+    masked_tile,
+    plan,
+)
 from anyflash.kernels.hopper.pipeline import channel, matrix, place
 from anyflash.kernels.hopper.schedule import (
     END,
@@ -53,13 +65,18 @@ from anyflash.kernels.hopper.schedule import (
     corner,
     dense_block,
     packed_block,
+    ragged,
+    read_ticket,
+    ticket,
     tickets,
 )
 from anyflash.kernels.hopper.softmax import (
     LN2,
+    hold,
     logits,
     online_softmax,
     pack,
+    rescale,
     sum_in_thread,
     unpack,
     with_sink,
@@ -83,6 +100,10 @@ class Numbers(NamedTuple):
     scale_log2: Any  # what scores are multiplied by in the exponent
     scale: Any  # what they are multiplied by before, under SCALED and SOFTCAP
     softcap: Any
+    slack: Any  # by how much a score may exceed a row's reference under LAZY
+    steep: Any  # beyond this reference the exponent's slope is
+    power: Any  # instead of scale_log2: the least power of two that is no smaller
+    kept: Any  # under DROPOUT, what the output is multiplied by: 1 / (1 − dropout), 0 if all drop
 
 
 class Flags(NamedTuple):
@@ -90,22 +111,28 @@ class Flags(NamedTuple):
 
     LEFT: Any
     RIGHT: Any
+    INTERVALS: Any  # of keys that each row has in memory, 0 to 2
     SCALED: Any
     SOFTCAP: Any
     SINK: Any
-    PINGPONG: Any
-    DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
+    DROPOUT: Any
     PACKED: Any  # sequences of unequal length one behind the other
+    HEADS: Any  # query heads that share the rows of a consumer: a power of two
+    DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
+    PANELS: Any  # boxes that make up a tile of Q or K, and of V or the output
+    PINGPONG: Any  # consumers take turns at the tensor cores
+    OVERLAP: Any  # exponentials come before the wait for P V
+    LAZY: Any  # O is rescaled after P V, and only where a row's reference has to change
     SHARED: Any  # the output takes the place of Q in shared memory
     Q_REGISTERS: Any  # Q is multiplied from registers instead of shared memory
 
 
 @gluon.jit
 def take_turns(PINGPONG: gl.constexpr, KIND: gl.constexpr, WHO: gl.constexpr):
-    """`bar.sync` or `bar.arrive` at the named barrier of a consumer, for two of them.
+    """`bar.sync` or `bar.arrive` at the named barrier of a consumer, for it and the one before it.
 
-    Who may issue products is announced by the other one, so that their exponentials fall into
-    different times.
+    Who may issue products is announced by the one before, round and round, so that exponentials of
+    different consumers fall into different times.
     """
     if PINGPONG:
         # The compiler has the barriers below 8.
@@ -116,11 +143,59 @@ def take_turns(PINGPONG: gl.constexpr, KIND: gl.constexpr, WHO: gl.constexpr):
 
 
 @gluon.jit
+def multiply(q_tile, k, slot, s_zero):
+    """S = Q K^T, started."""
+    s = warpgroup_mma(
+        q_tile[0], k.panel(slot, 0).permute((1, 0)), s_zero, use_acc=False, is_async=True
+    )
+    for n in gl.static_range(1, k.PANELS):
+        s = warpgroup_mma(q_tile[n], k.panel(slot, n).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def accumulate(p, v, slot, o):
+    """O += P V, started, for each panel."""
+    started = ()
+    for n in gl.static_range(v.PANELS):
+        started = started + (warpgroup_mma(p, v.panel(slot, n), o[n], is_async=True),)  # noqa: RUF005
+    return started
+
+
+@gluon.jit
+def finish(started):
+    """Waits for all products."""
+    if len(started) == 1:
+        return (warpgroup_mma_wait(0, [started[0]]),)
+    else:
+        return warpgroup_mma_wait(0, started)
+
+
+@gluon.jit
+def scale_rows(o, factor):
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout))[:, None]
+    scaled = ()
+    for n in gl.static_range(len(o)):
+        scaled = scaled + (o[n] * factor,)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
+def rescale_rows(o, factor):
+    """`scale_rows` by factors that are mostly 1."""
+    scaled = ()
+    for n in gl.static_range(len(o)):
+        scaled = scaled + (rescale(o[n], factor),)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     descs, q, k, v, draw, limits = work
     schedule, packing, counter, total = sources
-    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
-    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    POSITIONS: gl.constexpr = ROWS // FLAGS.HEADS  # of one consumer
+    BLOCK_Q: gl.constexpr = CONSUMERS * POSITIONS
+    SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
     if FLAGS.PACKED:
@@ -133,168 +208,195 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
             block = packed_block(number, schedule, packing, BLOCK_Q)
         else:
             block = dense_block(number, schedule, BLOCK_Q)
-        draw.give(block, turn)
+        tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
+        draw.give(ticket(block, tiles, FLAGS), turn)
         number = total
         if FLAGS.DYNAMIC:
             number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        window = window_of(block, limits)
-        first, last = key_tiles(block.row, window, BLOCK_Q, BLOCK_KV, FLAGS)
-        head_kv = block.head // schedule.group
         for w in gl.static_range(CONSUMERS):
-            place_q = corner(block, block.head, block.row + w * ROWS, FLAGS.PACKED, True)
+            row = block.row + w * POSITIONS
+            place_q = corner(block, block.head * FLAGS.HEADS, row, FLAGS.PACKED, True)
             q.fill(descs.q, place_q, w, turn & 1)
-        for j in range(last - first):
+        for j in range(tiles.masked + tiles.clear):
+            tile = gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
             slot, phase = place(step, SLOTS)
-            place_kv = corner(block, head_kv, (last - 1 - j) * BLOCK_KV, FLAGS.PACKED, False)
-            k.fill(descs.k, place_kv, slot, phase)
-            v.fill(descs.v, place_kv, slot, phase)
+            head_kv = block.head // schedule.group
+            place_k = corner(block, head_kv, tile * BLOCK_KV, FLAGS.PACKED, False)
+            place_v = place_k
+            if FLAGS.INTERVALS > 0:
+                # What nobody sees behind them, padding for one, becomes zeros: 0 · NaN is NaN.
+                start = block.k_start if FLAGS.PACKED else block.batch * limits.v_rows
+                place_v = ragged(start, seen, head_kv, tile * BLOCK_KV)
+            k.fill(descs.k, place_k, slot, phase)
+            v.fill(descs.v, place_v, slot, phase)
             step += 1
         turn += 1
-    draw.give(Block(0, 0, END, 0, 0, 0, 0), turn)
+    draw.give(ticket(Block(0, 0, END, 0, 0, 0, 0), Tiles(0, 0, 0, 0, 0, 0), FLAGS), turn)
 
 
 @gluon.jit
-def window_of(block, limits):
-    left, right = limits
-    return Window(block.queries, block.keys, left, right)
+def weights(s, sums, tile, job, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """`online_softmax` of a tile's scores."""
+    block, row, rows, limits, numbers, dropout, head = job
+    BLOCK_KV: gl.constexpr = s.shape[1]
+    s = logits(s, numbers, FLAGS)
+    if MASKED:
+        s = mask_scores(s, tile * BLOCK_KV, rows, block, limits, FLAGS)
+    p, shrink, sums = online_softmax(s, sums, numbers, FLAGS.LAZY)
+    if FLAGS.DROPOUT:  # of the weights only: sums are of all
+        p = drop(p, head, row, tile * BLOCK_KV, dropout)
+    return p, shrink, sums
 
 
 @gluon.jit
 def walk(
-    job, state, above, below, MASKED: gl.constexpr, WHO: gl.constexpr, CONSUMERS: gl.constexpr,
-    FLAGS: gl.constexpr,
+    sources, job, tiles, state, begin, end, MASKED: gl.constexpr, WHO: gl.constexpr,
+    CONSUMERS: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Go over the key tiles below `above` down to `below`: S of each in flight together with P V
-    of the one before. One body, compiled with and without a mask: a branch inside it would cut the
+    """Go over the key tiles `begin` to `end` of a block: S of each in flight together with P V of
+    the one before. One body, compiled with and without a mask: a branch inside it would cut the
     exponentials off from the products (7 % at D = 128, S = 16 K dense)."""
-    k, v, q_tile, row, window, numbers = job
-    p, o, row_max, row_sum, step = state
-    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    q_tile, k, v = sources
+    p, o, shrink, sums, step = state
+    SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
     THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, k_width=2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, k_width=2)
     dtype: gl.constexpr = k.tiles.dtype
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
-    for j in range(above - below):
+    for j in range(begin, end):
         v_slot, v_phase = place(step, SLOTS)
         step += 1
         slot, phase = place(step, SLOTS)
-        k_tile = k.wait(slot, phase)
+        k.wait(slot, phase)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
-        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        v_tile = v.wait(v_slot, v_phase)
-        o_next = warpgroup_mma(unpack(p, dtype, p_layout), v_tile, o, is_async=True)
+        s = multiply(q_tile, k, slot, s_zero)
+        if not FLAGS.LAZY:
+            o = scale_rows(o, shrink)
+        v.wait(v_slot, v_phase)
+        started = accumulate(unpack(p, dtype, p_layout), v, v_slot, o)
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
-        s = warpgroup_mma_wait(1, [s])  # P V goes on under the exponentials
+        s = warpgroup_mma_wait(v.PANELS, [s])  # P V goes on
         k.release(slot)
-        s = logits(s, numbers, FLAGS)
         if MASKED:
-            s = mask_scores(s, (above - 1 - j) * BLOCK_KV, row, window, FLAGS)
-        weights, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
-        o = warpgroup_mma_wait(0, [o_next])
+            tile = masked_tile(j, tiles, FLAGS)
+        else:
+            tile = clear_tile(j, tiles)
+        wide, shrink, sums = weights(s, sums, tile, job, MASKED, FLAGS)
+        if FLAGS.OVERLAP:
+            reference, shift, row_sum = sums
+            sums = (reference, shift, hold(row_sum))
+        o = finish(started)
         v.release(v_slot)
         # Not before: while registers are written that a product in flight reads, ptxas lets no
         # product overlap another (C7513).
-        p = pack(weights, dtype)
-        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
-    return p, o, row_max, row_sum, step
+        p = pack(wide, dtype)
+        if FLAGS.LAZY:  # a branch, while no product is in flight: ptxas lets none pass it (C7510)
+            o = rescale_rows(o, shrink)
+    return p, o, shrink, sums, step
 
 
 @gluon.jit
 def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     descs, q, k, v, draw, limits = work
-    outs, lse_ptr, sink_ptr, numbers, lse_row = results
-    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
-    SLOTS: gl.constexpr = k.tiles.type.shape[0]
+    outs, lse_ptr, sink_ptr, numbers, dropout, lengths = results
+    POSITIONS: gl.constexpr = ROWS // FLAGS.HEADS
+    SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
-    DV: gl.constexpr = v.tiles.type.shape[RANK - 1]
+    WIDTH: gl.constexpr = v.tiles.type.shape[len(v.tiles.type.shape) - 1]
+    COUNT: gl.constexpr = 7 + (2 if FLAGS.INTERVALS > 1 else 0) + (4 if FLAGS.PACKED else 0)
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, k_width=2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     THEIRS: gl.constexpr = (WHO + 1) % CONSUMERS
+    heads, queries, keys, lse_heads, lse_row = lengths
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
+    mine = gl.arange(0, ROWS, layout=s_rows)
     turn = 0
     step = 0
     if WHO == CONSUMERS - 1:
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the first consumer waits for it, to begin
-    block = draw.take(turn)
+    block, tiles = read_ticket(draw.take(turn, COUNT), queries, keys, FLAGS)
     while block.row != END:
-        window = window_of(block, limits)
-        first, last = key_tiles(block.row, window, BLOCK_Q, BLOCK_KV, FLAGS)
-        row = block.row + WHO * ROWS
-        row_max = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        row_sum = sum_in_thread(s_zero)
-        o = gl.zeros([ROWS, DV], gl.float32, o_layout)
+        row = block.row + WHO * POSITIONS
+        rows = row + mine % POSITIONS
+        row_heads = block.head * FLAGS.HEADS + mine // POSITIONS
+        head = block.batch * heads + block.head  # without HEADS, as under DROPOUT
+        job = (block, row, rows, limits, numbers, dropout, head)
 
-        q_tile = q.wait(WHO, turn & 1)
-        if FLAGS.Q_REGISTERS:
-            q_tile = q_tile.load(gl.DotOperandLayout(0, s_layout, k_width=2))
+        q.wait(WHO, turn & 1)
+        q_tile = ()
+        for n in gl.static_range(q.PANELS):
+            panel = q.panel(WHO, n)
+            if FLAGS.Q_REGISTERS:
+                panel = panel.load(gl.DotOperandLayout(0, s_layout, k_width=2))
+            q_tile = q_tile + (panel,)  # noqa: RUF005
+        sources = (q_tile, k, v)
         slot, phase = place(step, SLOTS)
-        k_tile = k.wait(slot, phase)
+        k.wait(slot, phase)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
-        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s_zero, use_acc=False, is_async=True)
+        s = multiply(q_tile, k, slot, s_zero)
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
-        s = logits(s, numbers, FLAGS)
-        s = mask_scores(s, (last - 1) * BLOCK_KV, row, window, FLAGS)
-        p, shrink, row_max, row_sum = online_softmax(s, row_max, row_sum, numbers.scale_log2)
+        nothing = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
+        sums = (nothing, nothing, sum_in_thread(s_zero))
+        first = masked_tile(0, tiles, FLAGS)
+        p, shrink, sums = weights(s, sums, first, job, True, FLAGS)
         p = pack(p, dtype)
+        o = ()
+        for _n in gl.static_range(v.PANELS):
+            o = o + (gl.zeros([ROWS, WIDTH], gl.float32, o_layout),)  # noqa: RUF005
 
-        # Tiles with a mask, tiles without, and, left of a window, tiles with one again.
-        begin, end = clear_tiles(row, window, ROWS, BLOCK_KV, FLAGS)
-        end = gl.minimum(gl.maximum(end, first), last - 1)
-        begin = gl.minimum(gl.maximum(begin, first), end)
-        job = (k, v, q_tile, row, window, numbers)
-        state = (p, o, row_max, row_sum, step)
-        state = walk(job, state, last - 1, end, True, WHO, CONSUMERS, FLAGS)
-        state = walk(job, state, end, begin, False, WHO, CONSUMERS, FLAGS)
-        if FLAGS.LEFT:
-            state = walk(job, state, begin, first, True, WHO, CONSUMERS, FLAGS)
-        p, o, row_max, row_sum, step = state
+        state = (p, o, shrink, sums, step)
+        end = tiles.masked + tiles.clear
+        state = walk(sources, job, tiles, state, 1, tiles.masked, True, WHO, CONSUMERS, FLAGS)
+        state = walk(sources, job, tiles, state, tiles.masked, end, False, WHO, CONSUMERS, FLAGS)
+        p, o, shrink, sums, step = state
         if not FLAGS.SHARED:
             q.release(WHO)
         slot, phase = place(step, SLOTS)
         step += 1
-        p = unpack(p, dtype, p_layout)
-        o = warpgroup_mma(p, v.wait(slot, phase), o, is_async=True)
-        o = warpgroup_mma_wait(0, [o])
+        if not FLAGS.LAZY:
+            o = scale_rows(o, shrink)
+        v.wait(slot, phase)
+        o = finish(accumulate(unpack(p, dtype, p_layout), v, slot, o))
         v.release(slot)
 
+        reference, _, row_sum = sums
+        row_max = reference * numbers.scale_log2
         total_sum = gl.convert_layout(gl.sum(row_sum, 1), s_rows)
         if FLAGS.SINK:
-            shrink, row_max, total_sum = with_sink(
-                row_max, total_sum, gl.load(sink_ptr + block.head)
-            )
-            o = o * gl.convert_layout(shrink, o_rows)[:, None]
-        rows = row + gl.arange(0, ROWS, layout=s_rows)
+            sink = gl.load(sink_ptr + row_heads)
+            shrink, row_max, total_sum = with_sink(row_max, total_sum, sink)
+            o = scale_rows(o, shrink)
         lse = (row_max + gl.log2(total_sum)) * LN2  # −inf where a row has nothing
-        # (B, Hq, Sq), or (Hq, total) of a packed batch, where `lse_row` is the total.
-        heads, length = lse_row
-        offset = (block.batch * heads + block.head).to(gl.int64) * length + block.q_start
-        gl.store(lse_ptr + offset + rows, lse, mask=rows < window.queries)
+        offset = (block.batch * lse_heads + row_heads).to(gl.int64) * lse_row + block.q_start
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < block.queries)
         divisor = gl.where(total_sum == 0.0, 1.0, total_sum)  # there O is 0, and stays so
-        o = o * gl.convert_layout(1.0 / divisor, o_rows)[:, None]
+        o = scale_rows(o, (numbers.kept if FLAGS.DROPOUT else 1.0) / divisor)
         tma.store_wait(0)  # my output of the block before has left its place
         # Only the thread that issued it has waited; and where the output takes Q's place, the
         # products of all warps have read Q.
         barrier()
-        out_tile = outs.index(WHO)
-        matrix(out_tile).store(o.to(dtype))
+        FIRST: gl.constexpr = WHO * FLAGS.PANELS[0 if FLAGS.SHARED else 1]
+        for n in gl.static_range(v.PANELS):
+            matrix(outs.index(FIRST + n)).store(o[n].to(dtype))
         fence_async_shared()  # TMA reads it, through another proxy
         barrier()  # all threads have stored what one of them hands to TMA
-        async_store(descs.out, corner(block, block.head, row, FLAGS.PACKED, True), out_tile)
+        place_out = corner(block, block.head * FLAGS.HEADS, row, FLAGS.PACKED, True)
+        for n in gl.static_range(v.PANELS):
+            async_store(descs.out, place_out + (n * WIDTH,), outs.index(FIRST + n))  # noqa: RUF005
         if FLAGS.SHARED:
             tma.store_wait(0)  # the output has left the place of Q
             q.release(WHO)
         turn += 1
-        block = draw.take(turn)
+        block, tiles = read_ticket(draw.take(turn, COUNT), queries, keys, FLAGS)
     tma.store_wait(0)  # shared memory is gone when the program ends
     if WHO == 0:
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # takes the last arrival: none may be left over
@@ -306,6 +408,9 @@ RUNTIME_NUMBERS = [
     "keys",
     "left",
     "right",
+    "bounds_rows",
+    "v_rows",
+    "threshold",
     "batch",
     "heads",
     "group",
@@ -316,27 +421,28 @@ RUNTIME_NUMBERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, counter, numbers, packing,
-    queries, keys, left, right, batch, heads, group, section, total,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, seed_ptr, bounds_ptr, counter, numbers,
+    packing, queries, keys, left, right, bounds_rows, v_rows, threshold, batch, heads, group,
+    section, total,
     CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    q = channel(descs.q, CONSUMERS, 1)
-    k = channel(descs.k, KV_SLOTS, CONSUMERS)
-    v = channel(descs.v, KV_SLOTS, CONSUMERS)
+    q = channel(descs.q, CONSUMERS, 1, FLAGS.PANELS[0])
+    k = channel(descs.k, KV_SLOTS, CONSUMERS, FLAGS.PANELS[0])
+    v = channel(descs.v, KV_SLOTS, CONSUMERS, FLAGS.PANELS[1])
     if FLAGS.SHARED:
         outs = q.tiles
     else:
-        out_shape: gl.constexpr = [CONSUMERS] + descs.out.block_type.shape  # noqa: RUF005
+        out_shape: gl.constexpr = [CONSUMERS * FLAGS.PANELS[1]] + descs.out.block_type.shape  # noqa: RUF005
         outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
     draw = tickets(CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
-    work = (descs, q, k, v, draw, (left, right))
+    work = (descs, q, k, v, draw, Limits(left, right, bounds_ptr, bounds_rows, v_rows))
     sources = (Schedule(batch, heads, group, section, queries, keys), packing, counter, total)
     # Of a packed batch, sequences count as rows of one batch element.
-    lse_row = (0 if FLAGS.PACKED else heads, queries)
-    results = (outs, lse_ptr, sink_ptr, numbers, lse_row)
+    lengths = (heads, queries, keys, 0 if FLAGS.PACKED else heads * FLAGS.HEADS, queries)
+    results = (outs, lse_ptr, sink_ptr, numbers, Dropout(seed_ptr, threshold), lengths)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([

@@ -2,64 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflash.kernels.hopper.forward import ROWS, Flags, Numbers, forward_kernel
+from anyflash.kernels.hopper.launcher import Kernel
+from anyflash.kernels.hopper.operands import (
+    KEPT,
+    describe,
+    describe_ragged,
+    empty_addressable,
+    in_place,
+    lawful,
+)
 from anyflash.kernels.hopper.schedule import Packing
 from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.tiles import Tile, choose
+from anyflash.rng import keep_threshold
 
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+FORWARD = Kernel(forward_kernel)
 # Of 1, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
 # tiles.py: at D = 128, S = 1 K dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
 SECTION = 16
-
-
-# A ragged descriptor: see corner() in schedule.py. Strides count elements; 2^30 · 2^34 of any size
-# are a multiple of 2^64 bytes.
-RAGGED_ROWS = 1 << 30
-RAGGED_EXTENT = 0x7FFF0000
-RAGGED_STRIDE = 1 << 34
-
-
-def addressable(x: Tensor) -> bool:
-    """Whether TMA can read a tensor (B, H, S, D) or (total, H, D) where it is."""
-    steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(s > 0 and s * x.itemsize % 16 == 0 for s in steps)
-    )
-
-
-def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor with boxes of rows × columns over an addressable tensor (B, H, S, D) or, ragged,
-    (total, H, D)."""
-    # The stride of an axis of length 1 is never used, but has to be lawful.
-    strides = [s if n > 1 else columns for n, s in zip(x.shape, x.stride(), strict=True)]
-    shape, strides = list(x.shape), [*strides[:-1], 1]
-    if x.ndim == 3:
-        row, head, _ = strides
-        shape = [RAGGED_EXTENT, RAGGED_EXTENT, shape[1], RAGGED_ROWS, shape[2]]
-        strides = [RAGGED_STRIDE - row, row, head, row, 1]
-    box = [1] * (len(shape) - 2) + [rows, columns]
-    default = gl.NVMMASharedLayout.get_default_for
-    layout = default(box, DTYPES[x.dtype])  # pyright: ignore[reportCallIssue]
-    return TensorDescriptor(x, shape, strides, box, layout)
-
-
-def empty_addressable(like: Tensor, columns: int) -> Tensor:
-    """`like` with other columns: its axes in the same order in memory, rows aligned."""
-    axes = range(like.ndim - 1)
-    # An expanded axis, whose stride is 0, comes first.
-    order = sorted(axes, key=lambda axis: (like.stride(axis) > 0, -like.stride(axis)))
-    room = like.new_empty(*(like.shape[axis] for axis in order), -(-columns // 8) * 8)
-    return room[..., :columns].permute(*(order.index(axis) for axis in axes), like.ndim - 1)
 
 
 class Options(NamedTuple):
@@ -70,7 +39,11 @@ class Options(NamedTuple):
     right: int | None = None
     softcap: float = 0.0
     sink: Tensor | None = None
+    bounds: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
     tile: Tile | None = None
+    share: int | None = None
     programs: int | None = None
 
 
@@ -87,7 +60,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
             all of them. Causal is right=0.
         softcap: scores become softcap · tanh(score / softcap), by tanh.approx; 0 is none.
         sink: float32 (Hq,), contiguous, one more logit per row without a value.
+        bounds: int32 (1 or B, Sq, n, 2), contiguous, n at most 2: the intervals [lo, hi) of keys
+            that each row sees, sorted, disjoint, empty ones last; not with `left` or `right`.
+        dropout: probability of dropping a weight, in [0, 1], by the bits of `anyflash.rng`.
+        seed: int64 (1,) on the device, with dropout.
         tile: None chooses from the table.
+        share: how many query heads with one key head stand in a tile, a power of two that divides
+            Hq / Hkv, at most 64; None chooses.
         programs: how many run side by side; None is one for each multiprocessor.
 
     Returns:
@@ -96,20 +75,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         A row that sees nothing has out 0 and lse −inf, or the sink.
 
     A value that a row does not see is multiplied by zero where the row's tiles of keys cover it: if
-    it is NaN or infinite, the row becomes NaN. What lies beyond the keys of a sequence has no
-    effect, whatever it is.
+    it is NaN or infinite, the row becomes NaN. What lies beyond the keys of a sequence, or beyond
+    the last key that `bounds` let a tile of rows see, has no effect, whatever it is.
     """
-    o = Options(**options)
-    batch, heads, queries, _ = q.shape
-    tile = o.tile or _tile(q, k, v, o, k.shape[2])
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    blocks = batch * -(-queries // tile.block_q)
-    return _launch(q, k, v, lse, None, batch, queries, k.shape[2], blocks, tile, o), lse
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return _launch(q, k, v, lse, None, _dense(q, k), Options(**options))
 
 
 def forward_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None = None, max_seqlen_k: int | None = None, **options: Any,
+    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`forward` of sequences that lie one behind the other.
 
@@ -117,32 +93,59 @@ def forward_packed(
         q, k, v: (total_q, Hq, D), (total_k, Hkv, D), (total_k, Hkv, Dv), as for `forward`.
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), where the sequences begin.
         seqused_k: int32 (n,), how many keys of each count; None is all of them.
-        max_seqlen_k: the longest sequence of keys, by which the tile is chosen.
+        max_seqlen_q, max_seqlen_k: the longest sequences, by which the tile is chosen.
+        bounds: (1, total_q, n, 2), in rows of k, all of them in the row's own sequence.
 
     Returns:
         out (total_q, Hq, Dv) and lse (Hq, total_q). Neither another sequence nor an unused key
         changes them, whatever it holds.
     """
-    o = Options(**options)
     total_q, heads, _ = q.shape
     n = cu_seqlens_q.shape[0] - 1
-    tile = o.tile or _tile(q, k, v, o, k.shape[0] if max_seqlen_k is None else max_seqlen_k)
-    blocks = (cu_seqlens_q.diff() + (tile.block_q - 1)) // tile.block_q
-    first_block = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+    longest_q = total_q if max_seqlen_q is None else max_seqlen_q
+    longest_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    packing = Packing(first_block, cu_seqlens_q, cu_seqlens_k, used)
-    lse = torch.empty(heads, total_q, dtype=torch.float32, device=q.device)
-    # How many blocks there are only the device knows; at most these.
-    most = total_q // tile.block_q + n
-    return _launch(q, k, v, lse, packing, n, total_q, 0, most, tile, o), lse
+    starts = cu_seqlens_q, cu_seqlens_k, used
+    lse = torch.empty((heads, total_q), dtype=torch.float32, device=q.device)
+    lengths = Lengths(n, total_q, k.shape[0], longest_q, longest_k, True)
+    return _launch(q, k, v, lse, starts, lengths, Options(**options))
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, o: Options, keys: int) -> Tile:
-    # What a row sees on average of a long sequence: half of the keys if causal.
-    seen = keys if o.right is None else keys // 2
-    if o.left is not None and o.right is not None:
-        seen = min(seen, max(o.left + o.right + 1, 1))
-    return choose(max(q.shape[-1], v.shape[-1]), seen)
+class Lengths(NamedTuple):
+    """Sizes of a call. Packed: rows and keys of all sequences together."""
+
+    batch: int
+    queries: int
+    keys: int
+    longest_q: int
+    longest_k: int
+    packed: bool
+
+
+class Heads(NamedTuple):
+    """Sizes of the heads of a call, and whose card it runs on."""
+
+    heads: int
+    heads_kv: int
+    columns: int
+    columns_v: int
+    device: torch.device
+
+
+class Plan(NamedTuple):
+    """What follows from a call's sizes and options."""
+
+    lengths: Lengths
+    tile: Tile
+    share: int  # query heads in one tile
+    blocks: int  # of one head, or of `share` of them; packed: at most
+    total: int  # of all heads
+    programs: int
+    flags: Flags
+    numbers: Numbers
+    left: int
+    right: int
+    constants: dict[str, Any]
 
 
 # What the scale may be without being applied to the scores first: beyond, scale · log2 e or a
@@ -150,43 +153,186 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, o: Options, keys: int) -> Tile:
 SCALES = (2.0**-64, 2.0**64)
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, packing: Packing | None, batch: int, queries: int,
-    keys: int, blocks: int, tile: Tile, o: Options,
-) -> Tensor:  # fmt: skip
-    """Run the kernel for `blocks` blocks of each head; the output."""
-    q, k, v = (
-        x if addressable(x) else empty_addressable(x, x.shape[-1]).copy_(x) for x in (q, k, v)
-    )
-    out = empty_addressable(q, v.shape[-1])
-    heads, heads_kv = q.shape[1], k.shape[1]
-    total = blocks * heads
-    if lse.numel() == 0:
-        return out
+@lru_cache(maxsize=KEPT)
+def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
+    """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
+    tile = o.tile or choose(heads.columns, heads.columns_v, _seen(lengths, o))
+    share = o.share or _share(lengths, heads, o, tile.block_q)
+    if share > _most_shared(heads, o) or share & (share - 1):
+        raise ValueError(f"share: {share} heads of {heads}, dropout {o.dropout}")
+    block_q = tile.block_q // share
+    if lengths.packed:  # how many there are only the device knows
+        blocks = lengths.queries // block_q + lengths.batch
+    else:
+        blocks = lengths.batch * -(-lengths.queries // block_q)
+    total = blocks * (heads.heads // share)
     programs = o.programs
     if programs is None:
-        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    dynamic = total > programs
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else lse
-    scaled = o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1]
+        programs = torch.cuda.get_device_properties(heads.device).multi_processor_count
     flags = Flags(
-        LEFT=o.left is not None, RIGHT=o.right is not None, SCALED=scaled, SOFTCAP=o.softcap != 0,
-        SINK=o.sink is not None, PINGPONG=tile.pingpong, DYNAMIC=dynamic,
-        PACKED=packing is not None, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
+        LEFT=o.left is not None, RIGHT=o.right is not None, INTERVALS=o.bounds or 0,
+        SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1], SOFTCAP=o.softcap != 0,
+        SINK=o.sink is not None, DROPOUT=o.dropout != 0, PACKED=lengths.packed, HEADS=share,
+        DYNAMIC=total > programs, PANELS=(tile.qk.boxes, tile.v.boxes), PINGPONG=tile.pingpong,
+        OVERLAP=tile.overlap, LAZY=tile.lazy, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
+    )  # fmt: skip
+    slope = LOG2E.value * (1.0 if flags.SCALED else o.scale)
+    numbers = Numbers(
+        slope, float(o.scale), float(o.softcap), slack=8 / slope, steep=2.0**26 / slope,
+        power=2.0 ** math.ceil(math.log2(slope)),
+        kept=0.0 if o.dropout >= 1 else 1 / (1 - o.dropout),
     )  # fmt: skip
     # Any window reaches no further than all rows and keys: positions stay within 32 bits.
-    reach = q.shape[-2 if packing is None else 0] + k.shape[-2 if packing is None else 0]
+    reach = lengths.queries + lengths.keys
     left, right = (max(-reach, min(n or 0, reach)) for n in (o.left, o.right))
-    numbers = Numbers(LOG2E.value * (1.0 if scaled else o.scale), float(o.scale), float(o.softcap))
-    registers, consumer_registers, producer_registers = tile.registers
-    forward_kernel[(min(programs, total),)](
-        describe(q, ROWS.value, tile.columns), describe(k, tile.block_kv, tile.columns),
-        describe(v, tile.block_kv, tile.columns), describe(out, ROWS.value, tile.columns),
-        # Where nothing is drawn from a counter or there is no sink, any tensor serves.
-        lse, lse if o.sink is None else o.sink, counter, numbers, packing,
-        queries, keys, left, right, batch, heads, heads // heads_kv, SECTION, total,
-        CONSUMERS=tile.consumers, KV_SLOTS=tile.kv_slots, FLAGS=flags,
-        CONSUMER_REGISTERS=consumer_registers, PRODUCER_REGISTERS=producer_registers,
-        num_warps=4, maxnreg=registers,  # pyright: ignore[reportCallIssue]
+    _, consumer, producer = tile.registers
+    constants = {
+        "CONSUMERS": tile.consumers, "KV_SLOTS": tile.kv_slots, "FLAGS": flags,
+        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+    }  # fmt: skip
+    programs = min(programs, total)
+    return Plan(
+        lengths, tile, share, blocks, total, programs, flags, numbers, left, right, constants
+    )
+
+
+def _seen(lengths: Lengths, o: Options) -> int:
+    """How many keys a row sees on average of a long sequence: half of them if causal."""
+    keys = lengths.longest_k
+    seen = keys if o.right is None else keys // 2
+    if o.left is not None and o.right is not None:
+        seen = min(seen, max(o.left + o.right + 1, 1))
+    return seen
+
+
+def _share(lengths: Lengths, heads: Heads, o: Options, block_q: int) -> int:
+    """How many heads share a tile: enough to fill its rows, if the queries alone do not. 64 queries
+    on 16 K keys: two heads 2.04 of one. Causal 8 K, which fills them: four heads 1.02 of one."""
+    most, share = _most_shared(heads, o), 1
+    while share < most and share * lengths.longest_q < block_q:
+        share *= 2
+    return share
+
+
+def _most_shared(heads: Heads, o: Options) -> int:
+    if o.dropout:  # whose draws serve rows i and i + 8 of one head
+        return 1
+    group = heads.heads // heads.heads_kv
+    return min(group & -group, ROWS.value)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """`forward` again, of tensors like these and options without tensors.
+
+    Args:
+        q, k, v, options: as for `forward`.
+        out, lse: its results, in any strides.
+
+    Returns:
+        A function of q, k, v: as `forward`, its results laid out like these. It returns None, and
+        nothing has run, if q, k or v is no multiple of 16, or it cannot launch (`Prepared`).
+        None: TMA cannot address q, k, v or out, wherever they lie.
+    """
+    o = Options(**options)
+    if any(isinstance(x, Tensor) for x in o):
+        raise TypeError("a call is prepared without tensors among its options")
+    if lse.numel() == 0 or not all(map(lawful, (q, k, v, out))):
+        return None
+    plan, o = _planned(q, k, v, _dense(q, k), o)
+    dynamic = plan.flags.DYNAMIC
+    new_counter = partial(torch.zeros, 1, dtype=torch.int32, device=q.device)
+    counter = torch.empty(1, dtype=torch.int32, device=q.device) if dynamic else lse
+    args = _arguments(plan, o, (q, k, v, out), lse, counter, None)
+    launch = FORWARD.prepare(plan.programs, args, plan.constants, maxnreg=plan.tile.registers[0])
+    if launch is None:
+        return None
+    new_out, new_lse = _another(out), _another(lse)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        # At 0 lies what has no memory, such as PyTorch's tensors of symbolic zeros.
+        if (q_at | k_at | v_at) % 16 or not (q_at and k_at and v_at):
+            return None
+        out, lse = new_out(), new_lse()
+        counter = new_counter() if dynamic else lse
+        at = lse.data_ptr()  # for sink, seed and bounds too
+        pointers = (at, at, at, at, counter.data_ptr())
+        return (out, lse) if launch((q_at, k_at, v_at, out.data_ptr()), pointers) else None
+
+    return run
+
+
+def _another(x: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors like x."""
+    return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, starts: tuple[Tensor, Tensor, Tensor] | None,
+    lengths: Lengths, o: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = in_place(q), in_place(k), in_place(v)
+    out = empty_addressable(q, v.shape[-1])
+    if lse.numel() == 0:
+        return out, lse
+    plan, o = _planned(q, k, v, lengths, o)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if plan.flags.DYNAMIC else lse
+    args = _arguments(plan, o, (q, k, v, out), lse, counter, starts)
+    FORWARD(plan.programs, args, plan.constants, maxnreg=plan.tile.registers[0])
+    return out, lse
+
+
+def _dense(q: Tensor, k: Tensor) -> Lengths:
+    batch, _, queries, _ = q.shape
+    keys = k.shape[2]
+    return Lengths(batch, queries, keys, queries, keys, False)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: Options) -> tuple[Plan, Options]:
+    """The plan of a call, and its options in the form that the kernel takes."""
+    bounds = o.bounds
+    if bounds is not None and bounds.shape[2] == 0:  # nothing is seen: one interval, empty
+        bounds = bounds.new_zeros(1, lengths.queries, 1, 2)
+        o = o._replace(bounds=bounds)
+    heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.device)
+    intervals = None if bounds is None else bounds.shape[2]
+    marks = {"sink": o.sink is not None or None, "seed": None, "bounds": intervals}
+    return _plan(lengths, heads, o._replace(**marks)), o
+
+
+def _arguments(
+    plan: Plan, o: Options, tensors: tuple[Tensor, Tensor, Tensor, Tensor], lse: Tensor,
+    counter: Tensor, starts: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of the kernel, in order, for addressable q, k, v and out."""
+    q, k, v, out = tensors
+    sink, bounds, seed, lengths = o.sink, o.bounds, o.seed, plan.lengths
+    tile, share, heads, heads_kv = plan.tile, plan.share, q.shape[1], k.shape[1]
+    positions = ROWS.value // share
+    packing, v_rows = None, 0
+    if starts is not None:
+        packing = _packing(starts, tile.block_q // share)
+    if bounds is None or starts is not None:
+        v_operand = describe(v, tile.block_kv, tile.v.width)
+    else:
+        v_operand, v_rows = describe_ragged(v, tile.block_kv, tile.v.width)
+    threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
+    return (
+        describe(q, positions, tile.qk.width, share), describe(k, tile.block_kv, tile.qk.width),
+        v_operand, describe(out, positions, tile.v.width, share),
+        # Where FLAGS do not ask for a tensor, any serves.
+        lse, lse if sink is None else sink, lse if seed is None else seed,
+        lse if bounds is None else bounds, counter, plan.numbers, packing,
+        lengths.queries, lengths.keys, plan.left, plan.right,
+        0 if bounds is None or bounds.shape[0] == 1 else lengths.queries, v_rows,
+        threshold - (threshold >> 31 << 32),  # its bits as an int32
+        lengths.batch, heads // share, heads // heads_kv // share, SECTION, plan.total,
     )  # fmt: skip
-    return out
+
+
+def _packing(starts: tuple[Tensor, Tensor, Tensor], block_q: int) -> Packing:
+    blocks = (starts[0].diff() + (block_q - 1)) // block_q
+    first_block = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+    return Packing(first_block, *starts)

@@ -1,8 +1,9 @@
 """Which keys a block of query rows sees, and how a tile of scores is masked.
 
 A query row i stands at key position i + Sk − Sq. Under LEFT it sees keys from `left` positions
-before its own, under RIGHT up to `right` after it; causal is RIGHT with 0. It is arithmetic: no
-memory is read.
+before its own, under RIGHT up to `right` after it; causal is RIGHT with 0. That is arithmetic: no
+memory is read. Under INTERVALS, which is 1 or 2, it sees the keys of so many intervals [lo, hi)
+that are read from memory, 8 bytes each; the lower one comes first, empty ones lie at the end.
 """
 
 from typing import Any, NamedTuple
@@ -11,59 +12,141 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class Window(NamedTuple):
-    """Distances from a row's own position; what LEFT or RIGHT does not name is not looked at."""
+class Limits(NamedTuple):
+    """What rows see, for all blocks; what FLAGS do not name is not looked at."""
 
-    queries: Any
-    keys: Any
-    left: Any
+    left: Any  # distances from a row's own position
     right: Any
+    bounds: Any  # int32 (1 or B, Sq, INTERVALS, 2), or (1, total_q, INTERVALS, 2) of a packed batch
+    bounds_rows: Any  # rows from one batch element to the next: 0 or Sq
+    v_rows: Any  # rows of v from one batch element to the next; not of a packed batch
+
+
+class Tiles(NamedTuple):
+    """The key tiles of a block, in the order in which it takes them: first those that need a mask,
+    from the last one down, but for the gap and the clear ones; then the clear ones, likewise."""
+
+    last: Any  # one past the last tile
+    masked: Any  # how many need a mask; at least 1
+    clear_end: Any  # one past the last tile of which all rows see all keys
+    clear: Any  # how many there are
+    gap_end: Any  # one past the last tile between two intervals, which no row sees
+    gap: Any  # how many there are; only under two INTERVALS
 
 
 @gluon.jit
-def key_tiles(first_row, window, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr):
-    """First tile of keys that any of the rows sees and one past the last; at least one tile, so
-    that rows without keys need no path of their own."""
-    position = first_row + window.keys - window.queries
-    low = 0
-    high = window.keys
-    if FLAGS.LEFT:
-        low = gl.maximum(position - window.left, 0)
-    if FLAGS.RIGHT:
-        high = gl.minimum(high, position + ROWS + window.right)
-    first = gl.minimum(low, window.keys - 1) // BLOCK_KV
-    # Both are ≥ 0 where it matters: a quotient rounds towards zero here.
+def plan(block, limits, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr):
+    """The tiles for ROWS rows of a block, and one past the last key that any of them sees. At least
+    one tile, so that rows without keys need no path of their own; the first one is masked."""
+    gap_begin = 0
+    gap_end = 0
+    if FLAGS.INTERVALS > 0:
+        low, high, clear_low, clear_high = hull(block, limits, 0, ROWS, FLAGS)
+        if FLAGS.INTERVALS > 1:
+            low_2, high_2, clear_low_2, clear_high_2 = hull(block, limits, 1, ROWS, FLAGS)
+            gap_begin = (high + BLOCK_KV - 1) // BLOCK_KV
+            both = (low < high) & (low_2 < high_2)
+            gap_end = gl.where(both, low_2 // BLOCK_KV, 0)
+            gap_end = gl.maximum(gap_end, gap_begin)
+            low = gl.minimum(low, low_2)
+            high = gl.maximum(high, high_2)
+            # Clear is what all rows see in the same one of their intervals.
+            longer = clear_high_2 - clear_low_2 > clear_high - clear_low
+            clear_low = gl.where(longer, clear_low_2, clear_low)
+            clear_high = gl.where(longer, clear_high_2, clear_high)
+    else:
+        position = block.row + block.keys - block.queries
+        low = 0
+        high = block.keys
+        clear_low = 0
+        clear_high = block.keys
+        if FLAGS.LEFT:
+            low = gl.maximum(position - limits.left, 0)
+            clear_low = gl.maximum(position + ROWS - 1 - limits.left, 0)
+        if FLAGS.RIGHT:
+            high = gl.minimum(high, position + ROWS + limits.right)
+            clear_high = gl.minimum(high, position + limits.right + 1)
+    # Quotients round towards zero: what may be negative is cut off before.
+    first = gl.minimum(low, block.keys - 1) // BLOCK_KV
     last = gl.maximum((gl.maximum(high, 0) + BLOCK_KV - 1) // BLOCK_KV, first + 1)
-    return first, last
+    end = gl.minimum(gl.maximum(gl.maximum(clear_high, 0) // BLOCK_KV, first), last)
+    begin = gl.minimum(gl.maximum((clear_low + BLOCK_KV - 1) // BLOCK_KV, first), end)
+    gap = gap_end - gap_begin
+    none_masked = last - first - gap == end - begin
+    end -= none_masked.to(gl.int32)
+    tiles = Tiles(last, last - first - gap - (end - begin), end, end - begin, gap_end, gap)
+    return tiles, gl.maximum(high, 0)
 
 
 @gluon.jit
-def clear_tiles(first_row, window, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr):
-    """First tile that needs no mask, since all of the rows see all of its keys, and one past the
-    last; the range may be empty."""
-    position = first_row + window.keys - window.queries
-    low = 0
-    high = window.keys
-    if FLAGS.LEFT:
-        low = gl.maximum(position + ROWS - 1 - window.left, 0)
-    if FLAGS.RIGHT:
-        high = gl.minimum(high, position + window.right + 1)
-    return (low + BLOCK_KV - 1) // BLOCK_KV, gl.maximum(high, 0) // BLOCK_KV
+def hull(block, limits, INTERVAL: gl.constexpr, ROWS: gl.constexpr, FLAGS: gl.constexpr):
+    """Of one interval of the rows: the first key that any row sees, one past the last, the first
+    and one past the last that all rows see. By one warp."""
+    WHOLE: gl.constexpr = 256  # ROWS need not be a power of two
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = gl.arange(0, WHOLE, layout=lanes)
+    exists = (rows < ROWS) & (block.row + rows < block.queries)
+    lo, hi = interval(block, limits, block.row + rows, exists, INTERVAL, FLAGS)
+    some = exists & (lo < hi)
+    low = gl.min(gl.where(some, lo, block.keys), 0)
+    high = gl.max(gl.where(some, hi, 0), 0)
+    clear_low = gl.max(gl.where(exists, lo, 0), 0)
+    clear_high = gl.min(gl.where(exists, hi, block.keys), 0)
+    return low, high, clear_low, clear_high
 
 
 @gluon.jit
-def mask_scores(s, key, first_row, window, FLAGS: gl.constexpr):
-    """−inf where a row does not see a key."""
-    ROWS: gl.constexpr = s.shape[0]
+def interval(block, limits, rows, exists, INTERVAL: gl.constexpr, FLAGS: gl.constexpr):
+    """(lo, hi) of rows, counted from the first key of their sequence."""
+    at = block.batch.to(gl.int64) * limits.bounds_rows + block.q_start + rows
+    pointer = limits.bounds + at * (2 * FLAGS.INTERVALS) + 2 * INTERVAL
+    lo = gl.load(pointer, mask=exists, other=0) - block.k_start
+    hi = gl.load(pointer + 1, mask=exists, other=0) - block.k_start
+    return lo, gl.minimum(hi, block.keys)
+
+
+@gluon.jit
+def masked_tile(j, tiles, FLAGS: gl.constexpr):
+    """The j-th of the tiles that need a mask."""
+    tile = tiles.last - 1 - j
+    upper = tiles.clear_end
+    if FLAGS.INTERVALS > 1:
+        # The clear tiles and the gap are two holes: count past the upper one first.
+        clear_above = tiles.clear_end > tiles.gap_end
+        upper = gl.maximum(tiles.clear_end, tiles.gap_end)
+        tile -= gl.where(tile < upper, gl.where(clear_above, tiles.clear, tiles.gap), 0)
+        lower = gl.minimum(tiles.clear_end, tiles.gap_end)
+        return tile - gl.where(tile < lower, gl.where(clear_above, tiles.gap, tiles.clear), 0)
+    else:
+        return tile - gl.where(tile < upper, tiles.clear, 0)
+
+
+@gluon.jit
+def clear_tile(j, tiles):
+    """The j-th of all tiles, which comes after the masked ones."""
+    return tiles.clear_end - 1 - (j - tiles.masked)
+
+
+@gluon.jit
+def mask_scores(s, key, rows, block, limits, FLAGS: gl.constexpr):
+    """−inf where a row does not see a key of the tile that begins at `key`."""
     BLOCK_KV: gl.constexpr = s.shape[1]
-    keys = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, s.type.layout))
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+    keys = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, s.type.layout))[None, :]
     # Limits are counted from `key`, so that a thread compares its columns with constants.
-    position = rows + (first_row + window.keys - window.queries - key)
-    high = rows * 0 + (window.keys - key)
-    if FLAGS.RIGHT:
-        high = gl.minimum(high, position + (window.right + 1))
-    seen = keys[None, :] < high[:, None]
-    if FLAGS.LEFT:
-        seen = seen & (keys[None, :] >= (position - window.left)[:, None])
+    if FLAGS.INTERVALS > 0:
+        # Read again for each tile: from L1, and no registers are kept for the clear tiles.
+        exists = rows < block.queries
+        lo, hi = interval(block, limits, rows, exists, 0, FLAGS)
+        seen = (keys >= (lo - key)[:, None]) & (keys < (hi - key)[:, None])
+        if FLAGS.INTERVALS > 1:
+            lo, hi = interval(block, limits, rows, exists, 1, FLAGS)
+            seen = seen | ((keys >= (lo - key)[:, None]) & (keys < (hi - key)[:, None]))
+    else:
+        position = rows + (block.keys - block.queries - key)
+        high = rows * 0 + (block.keys - key)
+        if FLAGS.RIGHT:
+            high = gl.minimum(high, position + (limits.right + 1))
+        seen = keys < high[:, None]
+        if FLAGS.LEFT:
+            seen = seen & (keys >= (position - limits.left)[:, None])
     return gl.where(seen, s, -float("inf"))

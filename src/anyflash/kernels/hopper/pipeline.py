@@ -22,37 +22,47 @@ def place(step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def matrix(tile):
-    """A box of TMA [1…, rows, columns] as a matrix."""
+    """A box of TMA [1…, heads, rows, columns] as a matrix, one head below the other."""
     RANK: gl.constexpr = len(tile.shape)
-    rows: gl.constexpr = tile.shape[RANK - 2]
+    rows: gl.constexpr = tile.shape[RANK - 3] * tile.shape[RANK - 2]
     columns: gl.constexpr = tile.shape[RANK - 1]
     return tile.reshape([rows, columns])
 
 
 @aggregate
 class Channel:
-    tiles: gl.shared_memory_descriptor  # [slots, 1…, rows, columns], as TMA fills them
+    tiles: gl.shared_memory_descriptor  # [slots · PANELS, 1…, heads, rows, width], for TMA
     full: gl.shared_memory_descriptor  # [slots, 1]
     empty: gl.shared_memory_descriptor  # [slots, 1]
+    PANELS: gl.constexpr  # boxes side by side that make up a tile
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
+    def __init__(self, tiles, full, empty, PANELS):
         self.tiles = tiles
         self.full = full
         self.empty = empty
+        self.PANELS = gl.constexpr(PANELS)
 
     @gluon.jit
-    def fill(self, desc, coordinates, slot, phase):
-        """Producer: waits until the readers have released the slot, then starts a copy into it."""
+    def fill(self, desc, corner, slot, phase):
+        """Producer: waits until the readers have released the slot, then starts copies into it.
+        `corner` is where the tile begins on all axes but the last."""
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
-        mbarrier.expect(self.full.index(slot), desc.block_type.nbytes)
-        async_load(desc, coordinates, self.full.index(slot), self.tiles.index(slot))
+        full = self.full.index(slot)
+        mbarrier.expect(full, desc.block_type.nbytes * self.PANELS)
+        WIDTH: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
+        for n in gl.static_range(self.PANELS):
+            async_load(desc, corner + (n * WIDTH,), full, self.tiles.index(slot * self.PANELS + n))  # noqa: RUF005
 
     @gluon.jit
     def wait(self, slot, phase):
-        """Reader: waits for the producer's copy; the tile [rows, columns]."""
+        """Reader: waits for the producer's copies."""
         mbarrier.wait(self.full.index(slot), phase)
-        return matrix(self.tiles.index(slot))
+
+    @gluon.jit
+    def panel(self, slot, PANEL: gl.constexpr):
+        """A box of the tile in the slot, [heads · rows, width]."""
+        return matrix(self.tiles.index(slot * self.PANELS + PANEL))
 
     @gluon.jit
     def release(self, slot):
@@ -61,12 +71,13 @@ class Channel:
 
 
 @gluon.jit
-def channel(desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """A channel for the boxes of `desc`; `READERS` release each tile."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+def channel(desc, SLOTS: gl.constexpr, READERS: gl.constexpr, PANELS: gl.constexpr):
+    """A channel for tiles of PANELS boxes of `desc` each; `READERS` release each tile."""
+    shape: gl.constexpr = [SLOTS * PANELS] + desc.block_type.shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Channel(tiles, full, empty)
+    return Channel(tiles, full, empty, PANELS)

@@ -1,8 +1,9 @@
 """Which block of query rows comes next, and where it and its keys lie in memory.
 
-The producer finds the blocks and hands them to the consumers, who so need no arithmetic of their
-own. Blocks are numbered; a program has the one of its own number first and draws the others from a
-counter in global memory, so that whoever is done early takes more.
+The producer finds the blocks and their tiles of keys and hands them to the consumers as a ticket,
+so that these need no arithmetic of their own. Blocks are numbered; a program has the one of its own
+number first and draws the others from a counter in global memory, so that whoever is done early
+takes more.
 """
 
 from typing import Any, NamedTuple
@@ -12,18 +13,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anyflash.kernels.hopper.compat import aggregate, barrier
+from anyflash.kernels.hopper.masking import Tiles
 from anyflash.kernels.hopper.pipeline import place
 
 SLOTS = gl.constexpr(2)  # so that the next block can be given before all have taken the last
-FIELDS = gl.constexpr(8)
+FIELDS = gl.constexpr(13)  # the most numbers of a ticket
 END = gl.constexpr(-1)
 
 
 class Block(NamedTuple):
-    """BLOCK_Q query rows of one head."""
+    """Some query rows of one head, or, under HEADS, of as many heads that have one key head."""
 
     batch: Any  # batch element, or sequence of a packed batch
-    head: Any
+    head: Any  # or, under HEADS, so many groups of heads come before
     row: Any  # the first one, counted from the sequence's first; END if there is no block
     queries: Any  # length of the sequence
     keys: Any
@@ -42,8 +44,8 @@ class Schedule(NamedTuple):
     """
 
     batch: Any
-    heads: Any
-    group: Any  # query heads of one key head
+    heads: Any  # of queries, or, under HEADS, groups of them
+    group: Any  # of these have one key head
     section: Any  # batch · heads of one section; not of a packed batch
     queries: Any  # of each batch element; not of a packed batch
     keys: Any
@@ -93,20 +95,60 @@ def packed_block(number, schedule, packing, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def corner(block, head, row, RAGGED: gl.constexpr, QUERIES: gl.constexpr):
-    """Where TMA finds a row of the block's sequence, of queries and outputs or of keys."""
+    """Where TMA finds a row of the block's sequence, of queries and outputs or of keys: on all axes
+    but the last."""
     if RAGGED:
-        # A descriptor of two more axes, whose addresses wrap at 2^64: the row is beyond the edge of
-        # its axis where it is beyond its sequence. Source: triton/tools/ragged_tma.py.
         start = block.q_start if QUERIES else block.k_start
-        length = block.queries if QUERIES else block.keys
-        return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
+        return ragged(start, block.queries if QUERIES else block.keys, head, row)
     else:
-        return [block.batch, head, row, 0]
+        return block.batch, head, row
+
+
+@gluon.jit
+def ragged(start, length, head, row):
+    """Where TMA finds a row of the `length` ones that begin at `start`, and zeros for the others.
+
+    The descriptor has two axes more, whose addresses wrap at 2^64: a row is beyond the edge of its
+    axis where it is beyond the length. Source: triton/tools/ragged_tma.py.
+    """
+    return 1 << 30, start + length, head, (1 << 30) - length + row
+
+
+@gluon.jit
+def ticket(block, tiles, FLAGS: gl.constexpr):
+    """What consumers have to be told, as numbers; the row comes first."""
+    numbers = (block.row, block.batch, block.head)
+    numbers = numbers + (tiles.last, tiles.masked, tiles.clear_end, tiles.clear)  # noqa: RUF005
+    if FLAGS.INTERVALS > 1:
+        numbers = numbers + (tiles.gap_end, tiles.gap)  # noqa: RUF005
+    if FLAGS.PACKED:
+        numbers = numbers + (block.queries, block.keys, block.q_start, block.k_start)  # noqa: RUF005
+    return numbers
+
+
+@gluon.jit
+def read_ticket(numbers, queries, keys, FLAGS: gl.constexpr):
+    """Block and tiles of a ticket; lengths are the batch's unless it is packed."""
+    gap_end = 0
+    gap = 0
+    if FLAGS.INTERVALS > 1:
+        gap_end = numbers[7]
+        gap = numbers[8]
+    q_start = 0
+    k_start = 0
+    if FLAGS.PACKED:
+        BEHIND: gl.constexpr = 9 if FLAGS.INTERVALS > 1 else 7
+        queries = numbers[BEHIND]
+        keys = numbers[BEHIND + 1]
+        q_start = numbers[BEHIND + 2]
+        k_start = numbers[BEHIND + 3]
+    block = Block(numbers[1], numbers[2], numbers[0], queries, keys, q_start, k_start)
+    return block, Tiles(numbers[3], numbers[4], numbers[5], numbers[6], gap_end, gap)
 
 
 @aggregate
 class Tickets:
-    """Blocks that one warp, the producer, hands to all readers."""
+    """Numbers that one warp, the producer, hands to all readers."""
 
     numbers: gl.shared_memory_descriptor  # [SLOTS · FIELDS, 1] int32
     full: gl.shared_memory_descriptor  # [SLOTS, 1]
@@ -119,45 +161,29 @@ class Tickets:
         self.empty = empty
 
     @gluon.jit
-    def put(self, slot, FIELD: gl.constexpr, value):
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        self.numbers.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, one))
-
-    @gluon.jit
-    def get(self, slot, FIELD: gl.constexpr):
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        return gl.max(self.numbers.index(slot * FIELDS + FIELD).load(one), 0)
-
-    @gluon.jit
-    def give(self, block, turn):
+    def give(self, numbers, turn):
         """Producer: waits until all readers have taken what was in the slot."""
         slot, phase = place(turn, SLOTS)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
-        self.put(slot, 0, block.batch)
-        self.put(slot, 1, block.head)
-        self.put(slot, 2, block.row)
-        self.put(slot, 3, block.queries)
-        self.put(slot, 4, block.keys)
-        self.put(slot, 5, block.q_start)
-        self.put(slot, 6, block.k_start)
+        for i in gl.static_range(len(numbers)):
+            self.numbers.index(slot * FIELDS + i).store(gl.full([1], numbers[i], gl.int32, one))
         barrier()  # one lane arrives, after the lanes that stored
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
-    def take(self, turn):
-        """Reader: waits for the producer's block."""
+    def take(self, turn, COUNT: gl.constexpr):
+        """Reader: waits for the producer's numbers."""
         slot, phase = place(turn, SLOTS)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         mbarrier.wait(self.full.index(slot), phase)
-        batch = self.get(slot, 0)
-        head = self.get(slot, 1)
-        row = self.get(slot, 2)
-        queries = self.get(slot, 3)
-        keys = self.get(slot, 4)
-        q_start = self.get(slot, 5)
-        k_start = self.get(slot, 6)
+        numbers = ()
+        for i in gl.static_range(COUNT):
+            number = self.numbers.index(slot * FIELDS + i).load(one)
+            numbers = numbers + (gl.max(number, 0),)  # noqa: RUF005
         barrier()  # one thread arrives, after all threads have loaded
         mbarrier.arrive(self.empty.index(slot), count=1)
-        return Block(batch, head, row, queries, keys, q_start, k_start)
+        return numbers
 
 
 @gluon.jit

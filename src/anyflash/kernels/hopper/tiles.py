@@ -14,19 +14,35 @@ from typing import NamedTuple
 SHARED_BYTES = 232448
 # Registers of a multiprocessor. The producer's warp counts as a warpgroup.
 REGISTERS = 65536
-# Columns that a tile can have: what a wgmma multiplies, and powers of two because Gluon's are.
-COLUMNS = (64, 128, 256)
+TICKET_BYTES = 13 * 16  # each of its numbers is aligned
+# Columns that one box can have: what a wgmma multiplies, and powers of two because Gluon's are.
+WIDTHS = (32, 64, 128, 256)
+
+
+class Columns(NamedTuple):
+    """Of Q and K, or of V and the output, as boxes of TMA side by side; narrower heads are filled
+    up with zeros."""
+
+    width: int
+    boxes: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.width * self.boxes
 
 
 @dataclass(frozen=True)
 class Tile:
     """One way to run the forward kernel."""
 
-    columns: int  # of Q, K and V; narrower heads are filled up with zeros by TMA
+    qk: Columns
+    v: Columns
     consumers: int  # warpgroups, with 64 query rows each
     block_kv: int
     kv_slots: int  # of K, and of V
-    pingpong: bool = False  # two consumers take turns at the tensor cores
+    pingpong: bool = False  # consumers take turns at the tensor cores
+    overlap: bool = False  # exponentials of a consumer come before its wait for P V
+    lazy: bool = False  # the output is rescaled only where a row's largest score grows much
     shared_out: bool = False  # the output takes Q's place, and the next Q waits for it
     q_registers: bool = False  # Q is multiplied from registers instead of shared memory
     registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
@@ -34,10 +50,12 @@ class Tile:
     def __post_init__(self) -> None:
         launch, consumer, producer = self.registers
         if (
-            self.columns not in COLUMNS
+            not {self.qk.width, self.v.width} <= set(WIDTHS)
             or self.consumers not in (2, 3)
             or self.block_kv not in (32, 64, 128)
-            or (self.pingpong and self.consumers != 2)
+            or min(self.qk.boxes, self.v.boxes) < 1
+            or (self.shared_out and self.qk.width != self.v.width)
+            or (self.shared_out and self.qk.boxes < self.v.boxes)
             or self.shared_bytes > SHARED_BYTES
             or 128 * (self.consumers + 1) * launch > REGISTERS
             or 128 * (self.consumers * consumer + producer) > REGISTERS
@@ -51,9 +69,11 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         """Q and the output of all consumers, all slots of K and V, the barriers, and 2 tickets."""
-        rows = self.block_q * (1 if self.shared_out else 2) + 2 * self.kv_slots * self.block_kv
+        qk, v = self.qk.total, self.v.total
+        numbers = self.block_q * (qk + (0 if self.shared_out else v))
+        numbers += self.kv_slots * self.block_kv * (qk + v)
         barriers = 2 * (self.consumers + 2 * self.kv_slots + 2)
-        return 2 * rows * self.columns + 8 * barriers + 2 * 128
+        return 2 * numbers + 8 * barriers + 2 * TICKET_BYTES
 
 
 class Row(NamedTuple):
@@ -64,24 +84,58 @@ class Row(NamedTuple):
 
 
 # Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 times the speed at
-# D = 64 and 128), ping-pong (0.97 to 1.02), a third slot of K and V, 32 or 64 keys a tile at D = 64
-# and 128, half of Q in registers (D = 128: 0.93 to 1.00; D = 256: 0.96).
+# D = 64 and 128), a third slot of K and V, 32 or 64 keys a tile at D = 64 and 128, half of Q in
+# registers (D = 128: 0.93 to 1.00; D = 256: 0.96), sums of weights by a product with ones (D = 64:
+# 1.1, but then lse is that of rounded weights; D = 128 and 256: 0.93).
 ROWS = (
     # With two consumers Q in registers is worth 1.12, and short sequences fill blocks of 128 rows
-    # better than blocks of 192. Dense 1.00, 1.03, 1.06, causal 0.98, 1.06, 1.07.
-    Row(Tile(64, consumers=2, block_kv=128, kv_slots=2, q_registers=True), most_keys=2048),
-    # Dense 0.93, 1.08, 1.15, causal 0.72, 1.02, 1.16. With Q in registers three consumers spill.
-    Row(Tile(64, consumers=3, block_kv=128, kv_slots=2, registers=(128, 160, 24))),
-    # Dense 1.03, 1.08, 1.10, causal 1.09, 1.23, 1.26; with all of Q in registers 0.97 of it.
-    Row(Tile(128, consumers=2, block_kv=128, kv_slots=2)),
-    # Dense 1.07, 1.09, 1.10, causal 1.06, 1.21, 1.24.
-    Row(Tile(256, consumers=2, block_kv=64, kv_slots=2, shared_out=True)),
+    # better than blocks of 192. Dense 0.98, 1.03, 1.04, causal 1.00, 1.09, 1.10.
+    Row(
+        Tile(Columns(64), Columns(64), consumers=2, block_kv=128, kv_slots=2, q_registers=True),
+        most_keys=2048,
+    ),
+    # Dense 0.99, 1.12, 1.18, causal 0.65, 1.03, 1.19; without ping-pong 0.96 of it, lazy 0.95. With
+    # Q in registers three consumers spill.
+    Row(
+        Tile(
+            *(Columns(64), Columns(64)),
+            consumers=3,
+            block_kv=128,
+            kv_slots=2,
+            pingpong=True,
+            registers=(128, 160, 24),
+        )
+    ),
+    # At 4 K dense 1.13, causal 1.28; filled up to 128 columns 1.10, 1.26, and as 3 · 32 columns of
+    # V too 0.93, 1.24.
+    Row(Tile(Columns(32, 3), Columns(128), consumers=2, block_kv=128, kv_slots=2)),
+    # Dense 1.05, 1.09, 1.11, causal 1.10, 1.25, 1.27; with all of Q in registers 0.97 of it, with
+    # ping-pong 1.00, lazy 0.96.
+    Row(Tile(Columns(128), Columns(128), consumers=2, block_kv=128, kv_slots=2)),
+    # At 8 K dense 1.18; with 64 keys 1.00.
+    Row(Tile(Columns(64, 3), Columns(64, 2), 2, block_kv=128, kv_slots=2, shared_out=True)),
+    # At 4 K dense 0.98, causal 1.11; filled up to 256 columns 0.85 and 0.93.
+    Row(Tile(Columns(64, 3), Columns(64, 3), consumers=2, block_kv=64, kv_slots=2)),
+    # Dense 1.11, 1.16, 1.17, causal 1.09, 1.29, 1.35; not lazy 0.97 of it.
+    Row(
+        Tile(
+            *(Columns(256), Columns(256)),
+            consumers=2,
+            block_kv=64,
+            kv_slots=2,
+            shared_out=True,
+            lazy=True,
+        )
+    ),
 )
 
 
-def choose(columns: int, keys: int) -> Tile:
-    """The tile for heads of at most `columns` whose rows see `keys` keys on average."""
-    for row in ROWS:
-        if columns <= row.tile.columns and (row.most_keys is None or keys <= row.most_keys):
-            return row.tile
-    raise ValueError(f"heads of {columns} columns: at most {COLUMNS[-1]} fit a tile")
+def choose(columns: int, columns_v: int, keys: int) -> Tile:
+    """The tile for heads of so many columns of Q and K, and of V, whose rows see `keys` keys on
+    average."""
+    for tile, most_keys in ROWS:
+        fits = columns <= tile.qk.total and columns_v <= tile.v.total
+        if fits and (most_keys is None or keys <= most_keys):
+            return tile
+    most = ROWS[-1].tile.qk.total
+    raise ValueError(f"heads of {columns} and {columns_v} columns: at most {most} fit a tile")

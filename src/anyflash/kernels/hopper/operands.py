@@ -1,0 +1,97 @@
+"""Tensors as TMA takes them: where they are if it can address them, and in which boxes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from anyflash.kernels.hopper.launcher import Operand, View, box
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+# A ragged descriptor: see ragged() in schedule.py. Strides count elements; 2^30 · 2^34 of any size
+# are a multiple of 2^64 bytes.
+RAGGED_ROWS = 1 << 30
+RAGGED_EXTENT = 0x7FFF0000
+RAGGED_STRIDE = 1 << 34
+
+# What follows from shapes and strides alone is kept for so many of them, about 1 KiB each.
+KEPT = 1024
+
+Sizes = tuple[int, ...]
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can read a tensor (B, H, S, D) or (total, H, D) where it is."""
+    return x.data_ptr() % 16 == 0 and lawful(x)
+
+
+def lawful(x: Tensor) -> bool:
+    """Whether it could at another address."""
+    return _lawful(x.shape, x.stride(), x.itemsize)
+
+
+def in_place(x: Tensor) -> Tensor:
+    """A tensor that TMA can read: itself, or a copy."""
+    return x if addressable(x) else empty_addressable(x, x.shape[-1]).copy_(x)
+
+
+def empty_addressable(like: Tensor, columns: int) -> Tensor:
+    """`like` with other columns: its axes in the same order in memory, rows aligned."""
+    shape = (*like.shape[:-1], columns)
+    strides = _strides(shape, like.stride())
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+def describe(x: Tensor, rows: int, columns: int, heads: int = 1) -> Operand:
+    """An addressable tensor (B, H, S, D) or, ragged, (total, H, D), in boxes of `rows` rows of
+    `heads` heads × columns."""
+    return Operand(x, _view(x.shape, x.stride(), x.dtype, (heads, rows, columns)))
+
+
+def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
+    """An addressable tensor (B, H, S, D) as (total, H, D), ragged: batch elements begin every so
+    many rows, which is the second result. It is copied where they cannot."""
+    batch, heads, length, width = x.shape
+    step = x.stride(2) if length > 1 else x.stride(0)
+    if batch > 1 and (x.stride(0) % step or x.stride(0) // step * batch > RAGGED_EXTENT):
+        x = empty_addressable(x.transpose(1, 2), width).copy_(x.transpose(1, 2)).transpose(1, 2)
+        step = x.stride(2) if length > 1 else x.stride(0)
+    apart = x.stride(0) // step if batch > 1 else 0
+    strides = (step, x.stride(1), 1)
+    view = _view((apart * (batch - 1) + length, heads, width), strides, x.dtype, (1, rows, columns))
+    return Operand(x, view), apart
+
+
+@lru_cache(maxsize=KEPT)
+def _lawful(shape: Sizes, strides: Sizes, itemsize: int) -> bool:
+    steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
+    return strides[-1] == 1 and all(s > 0 and s * itemsize % 16 == 0 for s in steps)
+
+
+@lru_cache(maxsize=KEPT)
+def _strides(shape: Sizes, order: Sizes) -> Sizes:
+    found, step = [1] * len(shape), -(-shape[-1] // 8) * 8
+    # An expanded axis, whose stride is 0, comes first.
+    for axis in sorted(range(len(shape) - 1), key=lambda axis: (order[axis] == 0, order[axis])):
+        found[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(found)
+
+
+@lru_cache(maxsize=KEPT)
+def _view(shape: Sizes, strides: Sizes, dtype: torch.dtype, boxed: Sizes) -> View:
+    # The stride of an axis of length 1 is never used, but has to be lawful.
+    lawful = [s if n > 1 else boxed[-1] for n, s in zip(shape, strides, strict=True)]
+    shape, strides = tuple(shape), (*lawful[:-1], 1)
+    if len(shape) == 3:
+        row, head, _ = strides
+        shape = (RAGGED_EXTENT, RAGGED_EXTENT, shape[1], RAGGED_ROWS, shape[2])
+        strides = (RAGGED_STRIDE - row, row, head, row, 1)
+    boxed = (*[1] * (len(shape) - 3), *boxed)
+    default = gl.NVMMASharedLayout.get_default_for
+    layout = default(list(boxed), DTYPES[dtype])  # pyright: ignore[reportCallIssue]
+    return View(shape, strides, box(dtype, boxed, layout))
