@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,6 +68,7 @@ class Battery:
     backend: str
     device: str = "cpu"
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    gradients = True  # whether it has a backward pass; if not, a call that needs one is refused
     # Slow machinery (an emulator, an interpreter) takes the first rows of each list, which are the
     # most varied ones.
     most_rows: int | None = None
@@ -130,6 +132,17 @@ class Battery:
 
     any_device = False  # whether the backend runs wherever torch does
 
+    def test_what_needs_a_gradient_is_served_or_refused(self, dtype: torch.dtype) -> None:
+        """Before forward has run, not when its results are to be differentiated."""
+        call = self._dense_call(Row(), dtype=dtype, batch=1)
+        problem = replace(self._problem(call), gradient=True)
+        sentence = load(self.backend).refusal(problem, probe(self.device))
+        assert (sentence is None) == self.gradients
+        if sentence is not None:
+            self._assert_raises(call, sentence, gradient=True)
+            with torch.no_grad():
+                self._attend(call, {n: x.requires_grad_() for n, x in call.leaves.items()})
+
     # Exact results: small integers, in which nothing may be rounded.
 
     @pytest.mark.parametrize("keys", [1, 2, 8, 64, 128])
@@ -140,9 +153,12 @@ class Battery:
         k = self._integers(2, keys, 16, low=-1, high=2)
         v = self._integers(2, keys, 16, low=-1, high=2)
         dout = torch.nn.functional.one_hot(torch.arange(10).view(1, 2, 5) * 3 % 16, 16)
-        out, _, (dq, dk, dv) = self._exact(dtype, q, k, v, dout, scale=1.0)
+        out, _, gradients = self._exact(dtype, q, k, v, dout, scale=1.0)
         wide_k, wide_v, g = k.double(), v.double(), dout.double()
         assert_same("out", out, wide_v.mean(2, keepdim=True).expand(1, 2, 5, 16).to(dtype))
+        if not gradients:
+            return
+        dq, dk, dv = gradients
         dp = g @ wide_v.mT
         ds = (dp - dp.mean(-1, keepdim=True)) / keys
         self._assert_rounded("dv", dv, (g.sum(2, keepdim=True) / keys).expand(1, 2, keys, 16))
@@ -169,18 +185,22 @@ class Battery:
         q, k = torch.zeros(1, 2, 255, 8), self._integers(2, 255, 8)
         v = self._integers(2, 255, 8, low=0, high=2)
         dout = self._integers(2, 255, 8, low=0, high=2)
-        out, _, (_, _, dv) = self._exact(dtype, q, k, v, dout, mask=mask, needs="v")
+        out, _, gradients = self._exact(dtype, q, k, v, dout, mask=mask, needs="v")
         weights = seen.double() / seen.sum(-1, keepdim=True)
         assert_same("out", out, (weights @ v.double()).to(dtype))
-        self._assert_rounded("dv", dv, weights.mT @ dout.double())
+        if gradients:
+            self._assert_rounded("dv", gradients[2], weights.mT @ dout.double())
 
     @pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 40), (128, 136), (256, 256)])
     def test_one_key_is_copied(self, dtype: torch.dtype, dims: tuple[int, int]) -> None:
         """A single key has weight 1 whatever its score: out = v, dv = Σ dout, dq = dk = 0."""
         q, k = self._integers(3, 2, dims[0]), self._integers(1, 1, dims[0])
         v, dout = self._integers(1, 1, dims[1]), self._integers(3, 2, dims[1], low=-2, high=3)
-        out, _, (dq, dk, dv) = self._exact(dtype, q, k, v, dout)
+        out, _, gradients = self._exact(dtype, q, k, v, dout)
         assert_same("out", out, v.expand_as(dout).to(dtype))
+        if not gradients:
+            return
+        dq, dk, dv = gradients
         assert_same("dv", dv, dout.sum((1, 2), keepdim=True).to(dtype))
         assert_same("dq", dq, torch.zeros_like(dq))
         assert_same("dk", dk, torch.zeros_like(dk))
@@ -241,10 +261,17 @@ class Battery:
         q, k, v = self._randn(dtype, (3, 4, 130, 64), (3, 2, 130, 64), (3, 2, 130, 64))
         seen = self._boolean(mask, 3, 4, 130, 130)
         lse = self.lse_ignores_neighbours
-        whole = self._twice(q, k, v, lse=lse, mask=seen)
+
+        def run(rows: slice) -> Everything:
+            given = {"mask": seen[rows]}
+            if mask in ("none", "causal", "window(70,9)"):  # the same for each batch element
+                given = self._mask_arguments(mask, 3, 4, 130, 130)
+            return self._twice(*(x[rows] for x in (q, k, v)), lse=lse, **given)
+
+        whole = run(slice(0, 3))
         for b in range(3):
-            one = self._twice(*(x[b : b + 1] for x in (q, k, v)), lse=lse, mask=seen[b : b + 1])
-            for name, x, y in zip(whole._fields, whole, one, strict=True):
+            one = run(slice(b, b + 1))
+            for name, x, y in whole.beside(one):
                 assert_same(f"{name} of row {b}", y, x[b : b + 1])
 
     @pytest.mark.parametrize("mask", INVARIANT)
@@ -253,8 +280,8 @@ class Battery:
         arguments = self._mask_arguments(mask, 2, 2, 130, 130)
         a = self._twice(q, k, v, scale=0.125, **arguments)
         b = self._twice(-q, k, v, scale=-0.125, **arguments)
-        for name, x, y in zip(a._fields, a, b._replace(dq=-b.dq), strict=True):
-            assert_same(name, y, x)
+        for name, x, y in a.beside(b):
+            assert_same(name, -y if name == "dq" else y, x)
 
     @pytest.mark.parametrize("layout", [x for x in matrix.LAYOUTS if x != "plain"])
     def test_a_view_is_its_contiguous_twin(self, dtype: torch.dtype, layout: str) -> None:
@@ -262,8 +289,11 @@ class Battery:
         views = call.views({n: x.requires_grad_() for n, x in call.leaves.items()})
         a = self._twice(*views, causal=True)
         b = self._twice(*(x.contiguous() for x in views), causal=True)
-        for name, x, y in zip(a._fields, a, b, strict=True):
+        for name, x, y in a.beside(b):
             assert_rounded(name, x, y)
+
+    # Whether a NaN in a value stays with the rows that see it even inside a tile that others need.
+    keeps_nan_apart = True
 
     UNSEEN = ("window(20,0)", "padding", "tensor-b11j", "documents")
 
@@ -273,6 +303,9 @@ class Battery:
 
     @pytest.mark.parametrize("mask", UNSEEN)
     def test_nan_that_nothing_sees_changes_nothing(self, dtype: torch.dtype, mask: str) -> None:
+        """Padding is promised by every backend, what lies between keys in use only by some."""
+        if not self.keeps_nan_apart and mask != "padding":
+            pytest.skip("tensor cores multiply it by zero; the backend's docstring says so")
         self._check_unseen(dtype, mask, (float("nan"), float("inf"), -float("inf")))
 
     def _check_unseen(self, dtype: torch.dtype, mask: str, garbage: tuple[float, ...]) -> None:
@@ -286,10 +319,10 @@ class Battery:
         for value in garbage:
             filled = [x.masked_fill(hole, value) for x in (k, v)]
             dirty = self._twice(q, *filled, **arguments)
-            for name, x, y in zip(clean._fields, clean, dirty, strict=True):
+            for name, x, y in clean.beside(dirty):
                 assert_same(f"{name} with {value}", y, x)
-            assert_same("dk there", dirty.dk * hole, torch.zeros_like(dirty.dk))
-            assert_same("dv there", dirty.dv * hole, torch.zeros_like(dirty.dv))
+                if name in ("dk", "dv"):
+                    assert_same(f"{name} there", y * hole, torch.zeros_like(y))
 
     def test_packed_neighbours_change_nothing(self, dtype: torch.dtype) -> None:
         self._check_neighbours(dtype, (7.0, -3e4))
@@ -305,11 +338,13 @@ class Battery:
         mine = slice(30, 70), slice(50, 83), slice(50, 83)
 
         def run(*qkv: Tensor) -> list[Tensor]:
-            leaves = [x.detach().requires_grad_() for x in qkv]
+            leaves = [x.detach().requires_grad_(self.gradients) for x in qkv]
             out, lse = af.attention_varlen(
                 *leaves, starts_q, starts_k, seqused_k=used, causal=True, return_lse=True,
                 backend=self.backend,
             )  # fmt: skip
+            if not self.gradients:
+                return [out[30:70], lse[:, 30:70]]
             grads = torch.autograd.grad(out[30:70].float().square().sum(), leaves)
             parts = [x[s] for x, s in zip(grads, mine, strict=True)]
             return [out[30:70], lse[:, 30:70], *parts]
@@ -322,9 +357,6 @@ class Battery:
             for n, (x, y) in enumerate(zip(clean, run(*dirty), strict=True)):
                 assert_same(f"result {n} beside {value}", y, x)
 
-    # Whether a NaN in a value stays with the rows that see it even inside a tile that others need.
-    keeps_nan_apart = True
-
     @pytest.mark.parametrize("mask", ["causal", "tensor-bhij", "documents"])
     def test_nan_reaches_only_the_rows_that_see_it(self, dtype: torch.dtype, mask: str) -> None:
         if not self.keeps_nan_apart:
@@ -335,7 +367,7 @@ class Battery:
         v[:, :, 71, 6] = float("inf")
         arguments = self._mask_arguments(mask, 1, 2, 150, 150)
         leaf = q.detach().requires_grad_()
-        out = af.attention(leaf, k, v, backend=self.backend, **arguments)
+        out, _ = self._attention(leaf, k, v, **arguments)
         expected = torch.zeros_like(out, dtype=torch.bool)
         expected[..., 5], expected[..., 6] = seen[..., 70], seen[..., 71]
         assert expected.any() and not expected.all()
@@ -360,13 +392,16 @@ class Battery:
         out, _ = plain.attention(q, k, v, terms)
         return out.detach(), torch.autograd.grad(out, q, dout)[0]
 
-    def test_twice_is_the_same(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("mask", ["causal()", "sink+window", "tensor-bhij"])
+    def test_twice_is_the_same(self, dtype: torch.dtype, mask: str) -> None:
         q, k, v = self._randn(dtype, (2, 4, 200, 64), (2, 2, 300, 64), (2, 2, 300, 64))
-        mask = self._boolean("tensor-bhij", 2, 4, 200, 300)
-        first = self._twice(q, k, v, mask=mask, deterministic=True)
+        given = {"mask": self._boolean(mask, 2, 4, 200, 300), "deterministic": True}
+        if mask != "tensor-bhij":
+            given |= self._mask_arguments(mask, 2, 4, 200, 300)
+        first = self._twice(q, k, v, **given)
         for _ in range(3):
-            again = self._twice(q, k, v, mask=mask, deterministic=True)
-            for name, x, y in zip(first._fields, first, again, strict=True):
+            again = self._twice(q, k, v, **given)
+            for name, x, y in first.beside(again):
                 assert_same(name, y, x)
 
     # Gradients of some inputs only.
@@ -375,6 +410,8 @@ class Battery:
 
     @pytest.mark.parametrize("subset", SUBSETS)
     def test_only_the_gradients_asked_for(self, dtype: torch.dtype, subset: str) -> None:
+        if not self.gradients:
+            pytest.skip(f"{self.backend} has no backward pass")
         row = Row(lengths=(63, 65), mask="causal", added="1hij", sink=True)
         call = self._dense_call(row, dtype=dtype)
         full = self._run(call)
@@ -492,7 +529,8 @@ class Battery:
     ) -> Results:  # fmt: skip
         names = call.leaves if wanted is None else wanted
         leaves = {
-            n: x.detach().requires_grad_() if n in names else x for n, x in call.leaves.items()
+            n: x.detach().requires_grad_(self.gradients) if n in names else x
+            for n, x in call.leaves.items()
         }
         torch.manual_seed(call.manual_seed)
         out, lse = self._attend(call, leaves)
@@ -500,7 +538,7 @@ class Battery:
         if q.numel() and q.stride(-1) == 1 and q.shape[1] > 1 and q.shape[-2] > 1:
             a, b = q.ndim - 3, q.ndim - 2
             assert (q.stride(a) < q.stride(b)) == (out.stride(a) < out.stride(b)), "dimension order"
-        chosen = {n: leaves[n] for n in names}
+        chosen = {n: leaves[n] for n in names if self.gradients}
         return _differentiate(out, lse, chosen, loss, g or torch.Generator().manual_seed(0))
 
     def _attend(self, call: Call, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -520,7 +558,7 @@ class Battery:
     ) -> Results:  # fmt: skip
         """The same in plain PyTorch, each leaf in its own dtype or all in the one given."""
         leaves = {
-            n: x.detach().to(device, dtype or x.dtype).requires_grad_()
+            n: x.detach().to(device, dtype or x.dtype).requires_grad_(self.gradients)
             for n, x in call.leaves.items()
         }
         torch.manual_seed(call.manual_seed)
@@ -535,7 +573,7 @@ class Battery:
             out, lse = plain.attention(q, k, v, terms)
         else:
             out, lse = plain.packed(q, k, v, terms, call.packing)
-        return _differentiate(out, lse, leaves, loss, g)
+        return _differentiate(out, lse, leaves if self.gradients else {}, loss, g)
 
     def _problem(self, call: Call) -> Problem:
         leaves, arguments = call.leaves, call.arguments
@@ -554,17 +592,20 @@ class Battery:
             default_scale(q.shape[-1]) if scale is None else scale,
             arguments["softcap"] or 0.0,
             arguments["dropout"],
+            *(call.longest if call.packing is not None else (None, None)),
             precision=arguments.get("precision"),
         )
-        return Problem.of(inputs, options)
+        return Problem.of(inputs, options, self.gradients)
 
     def _refusal(self, call: Call) -> str | None:
         return load(self.backend).refusal(self._problem(call), probe(self.device))
 
-    def _assert_raises(self, call: Call, sentence: str) -> None:
+    def _assert_raises(self, call: Call, sentence: str, gradient: bool | None = None) -> None:
         assert self._is_sentence(sentence)
+        needed = self.gradients if gradient is None else gradient
+        leaves = {n: x.detach().requires_grad_(needed) for n, x in call.leaves.items()}
         with pytest.raises(af.Unsupported) as caught:
-            self._attend(call, call.leaves)
+            self._attend(call, leaves)
         assert caught.value.refusals == {self.backend: sentence}
         assert sentence in str(caught.value)
 
@@ -607,13 +648,12 @@ class Battery:
         self, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None,
         needs: str = "qkv", **arguments: Any,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """out, lse and the gradients of a call with these numbers; those not needed are empty."""
+        """out, lse and the gradients of a call with these numbers; those not needed are empty.
+        Without a `dout`, or a backward pass, there are none."""
         leaves = {n: x.to(self.device, dtype) for n, x in zip("qkv", (q, k, v), strict=True)}
-        wanted = [leaves[n].requires_grad_() for n in needs if dout is not None]
-        out, lse = af.attention(
-            *leaves.values(), return_lse=True, backend=self.backend, **arguments
-        )
-        if dout is None:
+        wanted = [leaves[n].requires_grad_() for n in needs if dout is not None and self.gradients]
+        out, lse = self._attention(*leaves.values(), **arguments)
+        if not wanted or dout is None:
             return out, lse, ()
         found = dict(zip(needs, torch.autograd.grad(out, wanted, dout.to(out)), strict=True))
         return out.detach(), lse.detach(), tuple(found.get(n, out.new_empty(0)) for n in "qkv")
@@ -628,14 +668,26 @@ class Battery:
             assert ((wide - exact).abs() <= unit / 2 + float32).all(), what
         assert_close(what, actual, exact.to(actual.dtype), exact)
 
+    def _attention(self, *qkv: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """out and lse. A test of what the backend refuses ends here: refused it must be, and with
+        its sentence."""
+        try:
+            return af.attention(*qkv, return_lse=True, backend=self.backend, **arguments)
+        except af.Unsupported as refused:
+            said = af.explain(*qkv, backend=self.backend, **arguments).refusals[self.backend]
+            assert self._is_sentence(said) and refused.refusals == {self.backend: said}
+            pytest.skip(f"refused: {said}")
+
     lse_ignores_neighbours = True  # to the bit, also in its gradient
 
     def _twice(
         self, q: Tensor, k: Tensor, v: Tensor, *, lse: bool = True, **arguments: Any
     ) -> Everything:
         """Forward and backward with a fixed loss over out and, if `lse`, the log-sum-exp."""
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, total = af.attention(*leaves, return_lse=True, backend=self.backend, **arguments)
+        leaves = [x.detach().requires_grad_(self.gradients) for x in (q, k, v)]
+        out, total = self._attention(*leaves, **arguments)
+        if not self.gradients:
+            return Everything(out, total)
         rows = torch.arange(out.shape[2], device=out.device).view(1, 1, -1, 1)
         columns = torch.arange(out.shape[3], device=out.device)
         dout = ((rows * 3 + columns * 5) % 7 - 3).to(out.dtype).expand_as(out)
@@ -647,15 +699,24 @@ class Battery:
 class Everything(NamedTuple):
     out: Tensor
     lse: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    def beside(self, other: Everything) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, value here and value there of all that there is."""
+        for name, x, y in zip(self._fields, self, other, strict=True):
+            assert (x is None) == (y is None), name
+            if x is not None and y is not None:
+                yield name, x, y
 
 
 def _differentiate(
     out: Tensor, lse: Tensor, leaves: dict[str, Tensor], loss: str, g: torch.Generator
 ) -> Results:
     """The gradients of a loss: of out, of lse or of both, with gradients of several layouts."""
+    if not leaves:
+        return Results(out.detach(), lse.detach(), {})
     state = g.get_state()
     weights = torch.randn(out.shape, generator=g, dtype=torch.float64).bfloat16()
     weights_lse = torch.randn(lse.shape, generator=g, dtype=torch.float64).bfloat16()

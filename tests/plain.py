@@ -157,6 +157,7 @@ def assert_same(what: str, actual: Tensor, expected: Tensor) -> None:
             f"{what}: {actual.dtype} {tuple(actual.shape)}, "
             f"not {expected.dtype} {tuple(expected.shape)}"
         )
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     if not bool(same.all()):
         where = tuple((~same).nonzero()[0].tolist())
@@ -176,6 +177,7 @@ def assert_rounded(what: str, actual: Tensor, expected: Tensor) -> None:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         assert_same(what, actual, expected)
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
     largest = expected.abs().max().item()
     error = (actual - expected).abs().max().item()
     if not error <= 16 * torch.finfo(expected.dtype).eps * largest:

@@ -86,7 +86,7 @@ def test_explain_for_a_device_that_is_not_here() -> None:
     result = run("explain", "--device", "mps", "--documents", "3")
     assert result.exit_code == 0, result.output
     text = words(result.output)
-    assert "[bfloat16, mps, mask=expression]" in text and "row intervals" in text
+    assert "[bfloat16, mps, mask=intervals]" in text and "row intervals" in text
     assert "tensors are on mps" in text
 
 
@@ -102,7 +102,7 @@ def test_explain_packed(flag: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "nope"], "error: backend: got 'nope', expected one of 'cpu'"),
+        (["--backend", "nope"], "error: backend: got 'nope', expected one of 'hopper', 'cpu'"),
         (["--heads", "8", "--heads-kv", "3"], "got 8 query heads and 3 key heads"),
         (["--precision", "int3"], "error: precision: got 'int3'"),
         (["--window", "5"], "expected LEFT,RIGHT"),

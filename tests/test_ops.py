@@ -47,6 +47,7 @@ def arguments(q, k, v, **given):
         "softcap": 0.0,
         "dropout": 0.0,
         "deterministic": False,
+        "gradient": False,
     }
     values |= {"q": q, "k": k, "v": v} | given
     return tuple(values[name] for name in names)

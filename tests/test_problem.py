@@ -15,15 +15,15 @@ from anyflash import (
     alibi,
     attention,
     attention_varlen,
+    calls,
     causal,
     dispatch,
     documents,
     from_tensor,
-    ops,
     padding,
     window,
 )
-from anyflash.masks import compiled
+from anyflash.masks import algebra, compiled
 from anyflash.numerics import max_error, tolerance
 from anyflash.problem import Inputs, Options, Problem
 
@@ -258,7 +258,7 @@ def refuse(function, arguments, case, monkeypatch):
     def work(problem, requested=None):
         raise AssertionError(f"{problem} was let through")
 
-    monkeypatch.setattr(ops, "select", work)
+    monkeypatch.setattr(calls, "select", work)
     monkeypatch.setattr(compiled, "_cache", type(compiled._cache)())
     random = torch.random.get_rng_state()
     with pytest.raises(InvalidInput) as caught:
@@ -548,17 +548,90 @@ def test_problem_describes_the_call():
     assert found.mask == "window" and not found.packed
     assert found.options.scale == 0.5
     line = found.describe()
-    assert "\n" not in line
+    assert "\n" not in line and "gradient" not in line
+    assert "gradient" in dataclasses.replace(found, gradient=True).describe()
     for word in ("(2, 4, 5, 8)", "(2, 2, 7, 8)", "Dv=6", "float32", "cpu", "window", "softcap"):
         assert word in line
 
 
 @pytest.mark.parametrize(
     ("mask", "kind"),
-    [(None, "none"), (causal(), "window"), (window(3, 4), "window"), (~causal(), "expression")],
+    [(None, "none"), (causal(), "window"), (window(3, 4), "window"), (~causal(), "intervals")],
 )
 def test_problem_knows_the_kind_of_mask(mask, kind):
     assert problem(mask=mask).mask == kind
+
+
+TOGETHER, APART = ints(0, 0, 1, 1, 1, 2, 2), ints(0, 1, 0, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: documents(ints(0, 0, 1, 1, 2), TOGETHER), "intervals"),
+        (lambda: documents(ints(0, 0, 1, 1, 2), APART), "tiles"),
+        (lambda: documents(ints(0, 0, 1, 1, 2), APART).compile(B, HQ, SQ, SK), "tiles"),
+        (lambda: padding(ints(3, 7)) & causal(), "intervals"),
+        (lambda: ~(window(1, 1) | padding(ints(1, 1))), "tiles"),  # three intervals
+        (lambda: causal().compile(B, HQ, SQ, SK), "intervals"),
+        (lambda: from_tensor(torch.ones(SQ, SK, dtype=torch.bool)), "tiles"),
+        (lambda: causal().at(torch.arange(SQ), torch.arange(SK)), "intervals"),
+    ],
+)
+def test_the_kind_of_a_mask_is_that_of_its_form(make, kind):
+    mask = make()
+    assert problem(mask=mask).mask == kind
+    form = compiled.compiled(mask, problem().extent, torch.device("cpu"))
+    assert type(form).__name__ == {"intervals": "RowIntervals", "tiles": "TileMap"}[kind]
+
+
+def test_contents_of_a_mask_are_read_once(monkeypatch):
+    reads, right = [], algebra.Documents.interval_bound
+    bound = lambda mask: reads.append(mask) or right(mask)  # noqa: E731
+    monkeypatch.setattr(algebra.Documents, "interval_bound", bound)
+    ids = TOGETHER.clone()
+    for _ in range(3):  # a new mask over the same tensor is the same mask
+        assert problem(mask=documents(ints(0, 0, 1, 1, 2), ids)).mask == "intervals"
+    first = ints(0, 0, 1, 1, 2)
+    reads.clear()
+    for _ in range(3):
+        assert problem(mask=documents(first, ids)).mask == "intervals"
+    assert len(reads) == 1
+    ids.copy_(APART)
+    assert problem(mask=documents(first, ids)).mask == "tiles"
+    assert len(reads) == 2
+
+
+def test_problem_knows_whether_a_derivative_follows(monkeypatch):
+    """From the public functions, by every way on which autograd can be asked."""
+    seen = []
+    right = calls.select
+    spy = lambda problem, backend=None: seen.append(problem.gradient) or right(problem, backend)  # noqa: E731
+    monkeypatch.setattr(calls, "select", spy)
+
+    def told(function, *x):
+        calls._checked.clear()
+        seen.clear()
+        function(*x)
+        return seen[0]
+
+    q, bias = torch.randn(1, 2, 4, 8), torch.randn(4, 4)
+    leaf = q.clone().requires_grad_()
+    assert not told(lambda: attention(q, q, q, bias=bias))
+    assert told(lambda: attention(leaf, q, q)) and told(lambda: attention(q, q, leaf))
+    assert told(lambda: attention(q, q, q, bias=bias.clone().requires_grad_()))
+    assert told(lambda: attention(q, q, q, sink=torch.zeros(2, requires_grad=True)))
+    with torch.no_grad():
+        assert not told(lambda: attention(leaf, leaf, leaf))
+    with torch.inference_mode():
+        assert not told(lambda: attention(leaf, leaf, leaf))
+    loss = lambda q: attention(q, q, q).sum()  # noqa: E731
+    assert told(torch.func.grad(loss), q) and told(lambda: torch.func.vjp(loss, q))
+    assert told(torch.func.vmap(torch.func.grad(loss)), q[None])
+    assert told(torch.func.vmap(loss), leaf[None])
+    assert not told(torch.func.vmap(loss), q[None])
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert told(compiled, leaf) and not told(compiled, q)
 
 
 def test_packed_problem_counts_sequences_and_longest():
@@ -571,6 +644,23 @@ def test_packed_problem_counts_sequences_and_longest():
     assert found.packed and (found.batch, found.queries, found.keys) == (2, 4, 5)
     found = Problem.of(inputs, Options(scale=1.0, max_queries=9, max_keys=8))
     assert (found.queries, found.keys) == (9, 8)
+
+
+def test_offsets_that_are_not_read_are_checked_once(monkeypatch):
+    """On an accelerator nothing but shapes decides a packed call."""
+    counted, right = [], Problem.of
+    monkeypatch.setattr(Problem, "of", lambda *given: counted.append(1) or right(*given))
+    arguments = packed_tensors()
+    expected = attention_varlen(**arguments)
+    attention_varlen(**arguments)
+    assert len(counted) == 2
+    monkeypatch.setattr(calls, "readable", lambda tensor: False)
+    calls._checked.clear()
+    for _ in range(3):
+        assert torch.equal(attention_varlen(**arguments), expected)
+    assert len(counted) == 3
+    attention_varlen(**arguments, max_seqlen_k=100)
+    assert len(counted) == 4
 
 
 def test_problem_is_frozen():

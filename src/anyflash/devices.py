@@ -31,9 +31,17 @@ def probe(device: str) -> Device:
     if kind == "cuda" and not torch.cuda.is_available():
         return Device(kind, "not present", frozenset())
     if kind == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return Device(kind, torch.cuda.get_device_name(device), frozenset({f"sm_{major}{minor}"}))
+        return Device(kind, torch.cuda.get_device_name(device), _cuda_features(device))
     return Device(kind, platform.machine(), frozenset())
+
+
+def _cuda_features(device: str) -> frozenset[str]:
+    if torch.version.hip is not None:  # AMD's numbers look like NVIDIA's: gfx942 says (9, 4)
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return frozenset({name.split(":")[0]})
+    major, minor = torch.cuda.get_device_capability(device)
+    # Instructions of Hopper alone: later architectures replaced them.
+    return frozenset({f"sm_{major}{minor}"} | ({"wgmma"} if major == 9 else set()))
 
 
 def _cpu_name() -> str:

@@ -11,7 +11,7 @@ from anyflash.devices import probe
 from anyflash.errors import InvalidInput, Unsupported
 from anyflash.problem import Problem
 
-ORDER = ("cpu", "reference")
+ORDER = ("hopper", "cpu", "reference")
 
 NAMES = f"one of {', '.join(map(repr, ORDER))}, or None to choose"
 ONLY_BY_NAME = "it is unfused and serves only when asked for by name, backend='reference'"

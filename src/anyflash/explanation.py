@@ -16,6 +16,7 @@ from anyflash.masks.compiled import compiled
 from anyflash.masks.expression import Mask
 from anyflash.masks.index import Extent, grid
 from anyflash.masks.intervals import RowIntervals
+from anyflash.masks.kinds import kind_of
 from anyflash.masks.tiles import FULL, GRANULE, PARTIAL, SKIP, TileMap, tiles_in, unpack
 from anyflash.problem import Inputs, Problem, packed_mask
 
@@ -72,8 +73,7 @@ class MaskForm:
                 return replace(form, note="too many tiles to count here")
             cpu = torch.device("cpu")  # arithmetic needs no device: count where nothing waits
             return _counted(form, intervals.build(mask, extent._replace(batch=1), cpu))
-        bound = mask.interval_bound()
-        if getattr(mask, "form", None) is None and (bound is None or bound > intervals.MOST):
+        if getattr(mask, "form", None) is None and kind_of(mask) == "tiles":
             batches, heads = _stored(mask, extent, device)
             scores = batches * heads * extent.queries * extent.keys
             if scores > CHEAP:

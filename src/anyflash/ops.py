@@ -5,14 +5,14 @@
     attention_double_backward  gradients of the five, dout, dlse, inputs → seven gradients
 
 Forward and backward both have autograd formulas, so that double backward, torch.compile, vmap and
-opcheck work. Operators take scalars and optional tensors; `Problem` is built inside them. A mask
-travels as its text and its leaf tensors.
+opcheck work. Operators take scalars and optional tensors; `Problem` is built inside them, by
+`calls.py`. A mask travels as its text and its leaf tensors.
 """
 
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,12 @@ from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anyflash import reference
-from anyflash.backends.base import Backend
-from anyflash.dispatch import select
+from anyflash.calls import ARGUMENTS, Arguments, differentiated, resolve
 from anyflash.errors import Unsupported
 from anyflash.masks.expression import from_text
-from anyflash.numerics import accumulation_dtype, default_scale
-from anyflash.problem import Gradients, Inputs, Needs, Options, Problem, Saved
+from anyflash.numerics import accumulation_dtype
+from anyflash.problem import Gradients, Needs, Saved, check
 
-ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? seed, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
-    "Tensor[] mask_leaves, str mask, "
-    "float? scale, float softcap, float dropout, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    "bool deterministic, str? precision, str? backend"
-)
 LIBRARY = torch.library.Library("anyflash", "DEF")
 LIBRARY.define(f"attention_forward({ARGUMENTS}) -> (Tensor, Tensor)")
 LIBRARY.define(
@@ -46,77 +38,11 @@ LIBRARY.define(
 )
 
 
-class Arguments(NamedTuple):
-    """What all three operators take, in the order of their schema."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    alibi: Tensor | None
-    sink: Tensor | None
-    seed: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    mask_leaves: list[Tensor]
-    mask: str
-    scale: float | None
-    softcap: float
-    dropout: float
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    deterministic: bool
-    precision: str | None
-    backend: str | None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self[:10]  # all but those of the mask
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        return self[11:]  # and names: all behind the tensors
-
-    def parse(self) -> tuple[Inputs, Options]:
-        scale = default_scale(self.q.shape[-1]) if self.scale is None else self.scale
-        inputs = Inputs(*self[:10], from_text(self.mask, self.mask_leaves))
-        return inputs, Options(scale, *self[13:19])
-
-    def key(self) -> tuple[Any, ...]:
-        """All that decides a dense call with a mask without tensors."""
-        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in self.tensors]
-        return *tensors, *self.numbers
-
-
 # Where arguments are: those that get a gradient, and the list of a mask's tensors.
 LEAVES = tuple(map(Arguments._fields.index, ("q", "k", "v", "bias", "sink")))
 LISTED = Arguments._fields.index("mask_leaves")
 COUNT = len(Arguments._fields)
 BEFORE = len(("dout", "dlse", "out", "lse", "needs"))  # of attention_backward
-
-# Calls whose check depends on shapes alone, as (problem, backend): after a large call the checks
-# run from cold caches and take half a millisecond.
-_checked: dict[Any, tuple[Problem, Backend]] = {}
-CHECKED = 1024
-
-
-def resolve(call: Arguments) -> tuple[Problem, Inputs, Backend]:
-    """Check a call and choose its backend. Never in a fake kernel: a symbolic length that is hashed
-    becomes a constant."""
-    inputs, options = call.parse()
-    by_shape = call.cu_seqlens_q is None and not call.mask_leaves
-    key = call.key() if by_shape else None
-    found = None if key is None else _checked.get(key)
-    if found is not None:
-        return found[0], inputs, found[1]
-    problem = Problem.of(inputs, options)
-    backend = select(problem, call.backend)
-    if key is not None:
-        if len(_checked) >= CHECKED:
-            _checked.clear()
-        _checked[key] = problem, backend
-    return problem, inputs, backend
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -135,7 +61,7 @@ def backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = Arguments(*arguments)
-    problem, inputs, backend = resolve(call)
+    problem, inputs, backend = resolve(call._replace(gradient=True))
     dout = torch.zeros_like(out) if dout is None else dout
     found = backend.backward(problem, inputs, Saved(out, lse, dout, dlse), Needs(*needs))
     results = []
@@ -152,7 +78,7 @@ def double_backward(
 ) -> tuple[Tensor, ...]:
     call = Arguments(*arguments)
     inputs, options = call.parse()
-    Problem.of(inputs, options)
+    check(inputs, options)
     dout = torch.zeros_like(_empty_out(call)) if dout is None else dout
     found, ddout, ddlse = reference.double_backward(
         inputs, options, dout, dlse, Gradients(*incoming), accumulation_dtype(call.q.dtype)
@@ -198,7 +124,7 @@ def _leaves(call: Arguments) -> tuple[Tensor | None, ...]:
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Arguments(*arguments)
-    Problem.of(*call.parse())
+    check(*call.parse())
     shape = (
         [*call.q.shape[:-1]] if call.cu_seqlens_q is None else [call.q.shape[1], call.q.shape[0]]
     )
@@ -335,13 +261,14 @@ class Operator:
         self.function = type(name, (torch.autograd.Function,), rules)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        recorded = differentiated(arguments)
+        if recorded and not arguments[-1]:
+            arguments = (*arguments[:-1], True)  # `gradient`
         if torch.compiler.is_compiling():
             return self.op(*arguments)
         if functorch.peek_interpreter_stack():
             return self.function.apply(*arguments)  # type: ignore[no-any-return]
-        if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in arguments
-        ):
+        if recorded:
             return self.op(*arguments)
         # Nothing to differentiate: the wrapper that records it costs as much as the call itself.
         with torch._C._AutoDispatchBelowAutograd():

@@ -1,4 +1,4 @@
-"""What is asked for, without tensors: `Problem`, and `Problem.of`, the only validator.
+"""What is asked for, without tensors: `Problem`, and `check`, the only validator.
 
 A `Problem` is frozen and hashable, so that a backend can cache what depends on it alone. It is
 built inside the operators (real and fake), never in traced code: hashing a symbolic length would
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from anyflash.errors import InvalidInput
-from anyflash.masks.algebra import Everything, Window
+from anyflash.masks.algebra import Everything
 from anyflash.masks.expression import Mask
 from anyflash.masks.index import Extent, readable
+from anyflash.masks.kinds import kind_of
 from anyflash.masks.places import Packed
 from anyflash.numerics import FLOATS
 
@@ -102,37 +103,27 @@ class Problem:
     device: str
     options: Options
     packed: bool = False
-    mask: str = "none"  # "none", "window" or "expression"
+    mask: str = "none"  # what kernels read of it: "none", "window", "intervals" or "tiles"
     features: frozenset[str] = field(default_factory=frozenset)  # of bias, alibi, sink, dropout, …
+    gradient: bool = False  # whether a derivative follows
 
     @property
     def extent(self) -> Extent:
         return Extent(self.batch, self.heads, self.queries, self.keys)
 
     @classmethod
-    def of(cls, inputs: Inputs, options: Options) -> Problem:
+    def of(cls, inputs: Inputs, options: Options, gradient: bool = False) -> Problem:
         """Check a call and describe it; raises InvalidInput, naming the argument."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        check_devices(inputs)
-        _check_common(inputs)
-        if inputs.packed:
-            batch, queries, keys = _check_packed(inputs, options)
-        else:
-            batch, queries, keys = _check_dense(q, k, v)
-        heads, heads_kv = q.shape[1], k.shape[1]
-        _check_heads(heads, heads_kv)
-        extent = Extent(batch, heads, queries, keys)
-        _check_extras(inputs, extent)
-        _check_options(options)
+        batch, heads, queries, keys = check(inputs, options)
         names = ("bias", "alibi", "sink")
         features = {name for name in names if getattr(inputs, name) is not None}
         features |= {name for name in ("softcap", "dropout") if getattr(options, name)}
         features |= {"deterministic"} if options.deterministic else set()
-        mask = inputs.mask
-        kind = "none" if mask is None else "window" if isinstance(mask, Window) else "expression"
         return cls(
-            batch, heads, heads_kv, queries, keys, q.shape[-1], v.shape[-1], q.dtype, q.device.type,
-            options, inputs.packed, kind, frozenset(features),
+            batch, heads, k.shape[1], queries, keys, q.shape[-1], v.shape[-1], q.dtype,
+            str(q.device), options, inputs.packed, kind_of(inputs.mask), frozenset(features),
+            gradient,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -144,7 +135,33 @@ class Problem:
         parts = [str(self.dtype).removeprefix("torch."), self.device, f"mask={self.mask}"]
         parts += ["packed"] if self.packed else []
         parts += [f"precision={self.options.precision}"] if self.options.precision else []
+        parts += ["gradient"] if self.gradient else []
         return f"{shape} [{', '.join([*parts, *sorted(self.features)])}]"
+
+
+def check(inputs: Inputs, options: Options) -> Extent:
+    """Raise InvalidInput, naming the argument, for a call that is malformed; its sizes. Contents
+    are read only where that waits for nothing, so that fake kernels can check as well."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check_devices(inputs)
+    _check_common(inputs)
+    if inputs.packed:
+        batch, queries, keys = _check_packed(inputs, options)
+    else:
+        batch, queries, keys = _check_dense(q, k, v)
+    _check_heads(q.shape[1], k.shape[1])
+    extent = Extent(batch, q.shape[1], queries, keys)
+    try:
+        _check_extras(inputs, extent)
+    except InvalidInput as error:
+        starts = inputs.cu_seqlens_q
+        known = options.max_queries is not None and options.max_keys is not None
+        if starts is None or readable(starts) or known or error.advice:
+            raise
+        advice = f"pass max_seqlen_q and max_seqlen_k: offsets on {q.device.type} are not read"
+        raise InvalidInput(error.argument, error.got, error.expected, advice) from None
+    _check_options(options)
+    return extent
 
 
 def check_kind(name: str, value: object) -> None:
@@ -164,8 +181,7 @@ def check_devices(inputs: Inputs) -> None:
     """One device for every tensor. Needed before an operator is called: where one is on the meta
     device, PyTorch would run the fake kernel and hand out memory that nobody wrote."""
     device = inputs.q.device
-    for name in Inputs._fields[1:-1]:
-        tensor = getattr(inputs, name)
+    for name, tensor in zip(Inputs._fields[1:-1], inputs[1:-1], strict=True):
         if tensor is not None and tensor.device != device:
             raise InvalidInput(name, f"device {tensor.device}", f"q's device, {device}")
     for leaf in inputs.mask.leaves if inputs.mask is not None else ():

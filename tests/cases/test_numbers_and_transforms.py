@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Packing, assert_close, assert_same, attend, judge, randn
+from support import Packing, assert_close, assert_same, attend, judge, randn, usual
 from torch.utils.checkpoint import checkpoint
 
 import anyflash as af
@@ -27,12 +27,19 @@ def test_b087_one_key_of_133120(device: str, dtype: torch.dtype) -> None:
 
 def test_b088_scores_far_below_zero(device: str) -> None:
     """A running maximum that starts at −5e4 would drop all of them."""
-    q, k = (torch.full((1, 2, n, 128), x, device=device) for n, x in ((3, 448.0), (4, -300.0)))
+    q, k = (
+        torch.full((1, 2, n, 128), x, dtype=usual(device), device=device)
+        for n, x in ((3, 448.0), (4, -300.0))
+    )
     v = torch.randint(-8, 8, (1, 2, 4, 16), generator=torch.Generator().manual_seed(0))
-    v = v.float().to(device)
+    v = v.to(device, q.dtype)
     for arguments in ({}, {"mask": torch.ones(3, 4, dtype=torch.bool, device=device)}):
         out = attend(q, k, v, **arguments).out
-        assert_same("mean", out, v.mean(2, keepdim=True).expand_as(out))
+        mean = v.mean(2, keepdim=True).expand_as(out)
+        if out.is_cuda:  # weights are rounded to 16 bits, their sum is not
+            torch.testing.assert_close(out, mean, rtol=2**-10, atol=0)
+        else:
+            assert_same("mean", out, mean)
 
 
 def test_b090_scores_beyond_float16(device: str) -> None:
@@ -69,7 +76,7 @@ def test_b092_the_gradient_of_a_single_key(device: str, dtype: torch.dtype) -> N
 
 def test_b094_a_scale_of_zero_is_not_none(device: str) -> None:
     q, k = randn((1, 2, 3, 16), (1, 2, 4, 16), device=device)
-    v = torch.arange(2 * 4 * 8.0, device=device).view(1, 2, 4, 8)
+    v = torch.arange(2 * 4 * 8.0, device=device).view(1, 2, 4, 8).to(q.dtype)
     out = attend(q, k, v, scale=0.0).out
     assert_same("uniform", out, v.mean(2, keepdim=True).expand_as(out))
     assert_same("default", attend(q, k, v).out, attend(q, k, v, scale=0.25).out)
@@ -102,7 +109,7 @@ def test_b097_the_fake_kernel_has_the_real_strides(device: str, layout: str) -> 
         "sliced": x[:, ::2, :, 4:12],
         "transposed": x.mT,
     }[layout]
-    arguments = [q, q, q, *[None] * 7, [], "", None, 0.0, 0.0, None, None, False, None, None]
+    arguments = [q, q, q, *[None] * 7, [], "", None, 0.0, 0.0, None, None, False, None, None, False]
     torch.library.opcheck(
         torch.ops.anyflash.attention_forward.default, arguments, test_utils=("test_faketensor",)
     )
@@ -151,7 +158,7 @@ def test_b106_a_float32_bias_under_autocast(device: str) -> None:
 
 
 def test_b107_mixed_dtypes(device: str) -> None:
-    q, k, v = randn(*[(1, 2, 5, 16)] * 3, device=device)
+    q, k, v = randn(*[(1, 2, 5, 16)] * 3, dtype=torch.float32, device=device)
     with pytest.raises(ValueError, match=r"q torch\.float32, k torch\.float32, v torch\.bfloat16"):
         af.attention(q, k, v.bfloat16())
     with torch.autocast(device, dtype=torch.bfloat16):

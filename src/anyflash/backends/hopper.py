@@ -1,0 +1,184 @@
+"""NVIDIA Hopper: the Gluon kernels of `kernels/hopper`, forward only.
+
+Windows are arithmetic in the kernel, other masks row intervals. A value that a row does not see is
+multiplied by zero where a tile of keys covers it: if it is NaN or infinite, the row becomes NaN.
+What lies beyond the keys of a sequence has no effect, whatever it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflash.backends.base import Replay
+from anyflash.devices import Device
+from anyflash.errors import Unsupported
+from anyflash.masks.algebra import Window
+from anyflash.masks.compiled import compiled
+from anyflash.masks.index import Extent
+from anyflash.masks.intervals import RowIntervals
+from anyflash.numerics import accumulation_dtype
+from anyflash.problem import Gradients, Inputs, Needs, Problem, Saved, packed_mask
+
+name = "hopper"
+
+DTYPES = (torch.float16, torch.bfloat16)
+WIDEST = 256  # columns of a head that fit into shared memory
+LONGEST = 2**30  # rows or keys of a sequence, whose sums and differences stay within 32 bits
+MOST_BLOCKS = 2**31  # of query rows, which are numbered through with 32 bits
+ROWS = 128  # that a block has at least
+TRITON = (3, 6)  # the oldest that has what the kernels are written in
+
+NO_BACKWARD = (
+    "there is no backward pass here yet: call it under torch.no_grad(), or detach the inputs"
+)
+
+
+def refusal(problem: Problem, device: Device) -> str | None:
+    return _hardware(device) or _features(problem) or _sizes(problem) or _software()
+
+
+def _hardware(device: Device) -> str | None:
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, and this backend computes on NVIDIA GPUs"
+    if "wgmma" not in device.features:
+        return (
+            "the kernels need wgmma, which GPUs of compute capability 9.x have and this one "
+            f"({device.name}) has not"
+        )
+    return None
+
+
+def _features(problem: Problem) -> str | None:
+    if problem.gradient:
+        return NO_BACKWARD
+    if problem.options.precision == "fp8":
+        return "there is no FP8 kernel here yet; leave precision at None"
+    if problem.dtype not in DTYPES:
+        got = str(problem.dtype).removeprefix("torch.")
+        return f"it takes float16 and bfloat16, not {got}"
+    if "bias" in problem.features:
+        return "the kernels add no bias; what is only −inf or 0 can be a boolean mask"
+    if "alibi" in problem.features:
+        return "the kernels add no ALiBi slopes"
+    if problem.mask == "tiles":
+        return (
+            "this mask becomes a tile map, and the kernels read windows and row intervals only "
+            "(at most two intervals of keys for each query)"
+        )
+    return None
+
+
+def _sizes(problem: Problem) -> str | None:
+    for side, columns in (("q and k", problem.head_dim), ("v", problem.head_dim_v)):
+        if not 1 <= columns <= WIDEST:
+            return f"it takes heads of 1 to {WIDEST} columns, and those of {side} have {columns}"
+    for side, rows in (("queries", problem.queries), ("keys", problem.keys)):
+        if rows > LONGEST:
+            return f"it takes sequences of at most {LONGEST} {side}, not {rows}"
+    rows = problem.queries * (1 if problem.packed else problem.batch)
+    blocks = problem.heads * (rows // ROWS + problem.batch)
+    if blocks >= MOST_BLOCKS:
+        return f"it takes fewer than {MOST_BLOCKS} blocks of {ROWS} queries, not {blocks}"
+    return None
+
+
+def _software() -> str | None:
+    found = _triton()
+    wanted = ".".join(map(str, TRITON))
+    advice = f"pip install 'triton>={wanted}'"
+    if found is None:
+        return f"the kernels need Triton {wanted} or newer, and there is none: {advice}"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < TRITON:
+        return f"the kernels need Triton {wanted} or newer, and it is {found}: {advice}"
+    return None
+
+
+@cache
+def _triton() -> str | None:
+    """The version of Triton, or None where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton  # only once everything else fits
+
+    return triton.__version__
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    if _empty(problem, inputs):
+        return _nothing(inputs)
+    device = inputs.q.get_device()
+    if device < 0 or device == torch.cuda.current_device():  # −1 is that of a CPU tensor
+        return _forward(problem, inputs)
+    with torch.cuda.device(device):
+        return _forward(problem, inputs)
+
+
+def prepare(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> Replay | None:
+    if _empty(problem, inputs):
+        return None
+    from anyflash.kernels.hopper import launch
+
+    options = problem.options
+    asked = {"scale": options.scale, "softcap": options.softcap, **_visible(problem, inputs)}
+    return launch.prepare(inputs.q, inputs.k, inputs.v, out, lse, **asked)
+
+
+def _empty(problem: Problem, inputs: Inputs) -> bool:
+    return 0 in inputs.q.shape or 0 in inputs.k.shape or not problem.batch
+
+
+def _forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    from anyflash.kernels.hopper import launch
+
+    q, k, v, sink, options = inputs.q, inputs.k, inputs.v, inputs.sink, problem.options
+    starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
+    asked: dict[str, Any] = {
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "sink": None if sink is None else sink.to(torch.float32).contiguous(),
+        "dropout": options.dropout,
+        "seed": inputs.seed,
+        **_visible(problem, inputs),
+    }
+    if starts_q is None or starts_k is None:
+        return launch.forward(q, k, v, **asked)
+    asked |= {"max_seqlen_q": problem.queries, "max_seqlen_k": problem.keys}
+    used = None if used is None else used.contiguous()
+    starts_q, starts_k = starts_q.contiguous(), starts_k.contiguous()
+    return launch.forward_packed(q, k, v, starts_q, starts_k, used, **asked)
+
+
+def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gradients:
+    raise Unsupported(problem.describe(), {name: NO_BACKWARD})
+
+
+def _visible(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """The mask in the kernel's terms."""
+    mask, extent = inputs.mask, problem.extent
+    if mask is None:
+        return {}
+    if isinstance(mask, Window):
+        return {"left": mask.left, "right": mask.right}
+    if problem.packed:
+        mask = packed_mask(inputs)
+        extent = Extent(1, problem.heads, inputs.q.shape[0], inputs.k.shape[0])
+    form = compiled(mask, extent, inputs.q.device)
+    if not isinstance(form, RowIntervals):
+        raise TypeError("a tile map, which refusal() should have refused")
+    return {"bounds": form.bounds}
+
+
+def _nothing(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Rows that have no keys: out 0, and lse −inf or the sink."""
+    q, sink = inputs.q, inputs.sink
+    rows = (q.shape[1], q.shape[0]) if inputs.packed else q.shape[:-1]
+    lse = q.new_full(rows, -torch.inf, dtype=accumulation_dtype(q.dtype))
+    if sink is not None:
+        lse.copy_(sink.unsqueeze(-1))
+    return q.new_zeros((*q.shape[:-1], inputs.v.shape[-1])), lse

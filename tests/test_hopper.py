@@ -1,0 +1,411 @@
+"""The Hopper backend: the battery on a card, and on any machine what it refuses and what it does
+with a call, in the emulator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflash as af
+import plain
+from anyflash import calls, devices, dispatch
+from anyflash.backends import hopper
+from anyflash.devices import Device
+from anyflash.masks import Mask
+from anyflash.ops import _laid_out, _swapped
+from anyflash.problem import Inputs, Options, Problem, Saved
+from battery import Battery
+from gluon_plugin import Gluon
+from plain import Packing, Seen, Terms, assert_close, assert_same
+
+
+class Hopper(Battery):
+    backend = "hopper"
+    dtypes = (torch.bfloat16, torch.float16)
+    gradients = False
+    keeps_nan_apart = False
+
+
+@pytest.mark.gpu
+class TestHopper(Hopper):
+    device = "cuda"
+
+
+class TestEmulated(Hopper):
+    """Some of it on CPU tensors, which the backend takes for those of a card here."""
+
+    most_rows = 12
+
+    @pytest.fixture(autouse=True)
+    def emulated(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        pytest.importorskip("triton", reason="Triton exists on Linux only")
+        from gluon_emulator import emulate
+
+        refuse = hopper._hardware
+        served = Device("cuda", "emulated", frozenset({"wgmma"}))
+        monkeypatch.setattr(
+            hopper, "_hardware", lambda device: refuse(served if device.type == "cpu" else device)
+        )
+        pretend_a_card(monkeypatch)
+        _forget_choices()
+        with emulate(seed=0, races=False):
+            yield
+        _forget_choices()
+
+    def test_other_devices_are_refused(self, dtype: torch.dtype) -> None:
+        """The one thing that is not as on a card."""
+
+
+def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def _forget_choices() -> None:
+    dispatch.select.cache_clear()
+    calls._checked.clear()
+
+
+# Refusals, whatever machine this is.
+
+HOPPER = Device("cuda", "NVIDIA H200", frozenset({"sm_90", "wgmma"}))
+AMPERE = Device("cuda", "NVIDIA A100", frozenset({"sm_80"}))
+
+
+def problem(
+    shape: tuple[int, ...] = (1, 4, 70, 64), keys: int | None = None, dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16, mask: Mask | None = None, precision: str | None = None,
+    gradient: bool = False, **tensors: Tensor,
+) -> Problem:  # fmt: skip
+    """A call without memory: tensors of one element, expanded."""
+    one = torch.zeros((), dtype=dtype)
+    batch, heads, queries, dim = shape
+    keys, dim_v = queries if keys is None else keys, dim if dim_v is None else dim_v
+    sizes = (queries, dim), (keys, dim), (keys, dim_v)
+    q, k, v = (one.expand(batch, heads, *size) for size in sizes)
+    inputs = Inputs(q, k, v, mask=mask, **tensors)
+    return Problem.of(inputs, Options(0.125, precision=precision), gradient)
+
+
+IDS = torch.arange(70) % 3  # documents that are torn apart
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"dtype": torch.float32}, "float16 and bfloat16, not float32"),
+    "float64": ({"dtype": torch.float64}, "not float64"),
+    "D": ({"shape": (1, 4, 70, 257)}, "1 to 256 columns, and those of q and k have 257"),
+    "Dv": ({"dim_v": 512}, "1 to 256 columns, and those of v have 512"),
+    "D of 0": ({"shape": (1, 4, 70, 0), "dim_v": 8}, "those of q and k have 0"),
+    "Dv of 0": ({"dim_v": 0}, "those of v have 0"),
+    "bias": ({"bias": torch.zeros(70, 70)}, "no bias"),
+    "alibi": ({"alibi": torch.zeros(4)}, "no ALiBi"),
+    "tensor": ({"mask": af.from_tensor(torch.ones(70, 70, dtype=torch.bool))}, "tile map"),
+    "function": ({"mask": af.from_function(lambda b, h, i, j: i != j)}, "tile map"),
+    "scattered": ({"mask": af.documents(IDS)}, "tile map"),
+    "three": ({"mask": ~(af.window(2, 2) | af.prefix(3)) | af.window(0, 0)}, "tile map"),
+    "fp8": ({"precision": "fp8"}, "precision"),
+    "gradient": ({"gradient": True}, "torch.no_grad()"),
+    "queries": ({"shape": (1, 1, 2**30 + 1, 64), "keys": 1}, "at most 1073741824 queries"),
+    "keys": ({"shape": (1, 1, 1, 64), "keys": 2**31}, "at most 1073741824 keys, not 2147483648"),
+    "blocks": ({"shape": (2**20, 2**11, 1, 64)}, "fewer than 2147483648 blocks"),
+}  # fmt: skip
+
+
+def said(sentence: str | None) -> str:
+    assert isinstance(sentence, str) and sentence.strip() and "\n" not in sentence
+    return sentence
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_triton", lambda: "3.6.0")
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    changes, words = REFUSED[name]
+    assert words in said(hopper.refusal(problem(**changes), HOPPER))
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"dtype": torch.float16},
+    "widest": {"shape": (1, 4, 70, 256)},
+    "narrowest": {"shape": (1, 4, 70, 1), "dim_v": 256},
+    "longest": {"shape": (1, 1, 2**30, 64)},
+    "nothing": {"shape": (0, 4, 0, 64), "keys": 0},
+    "window": {"mask": af.window(3, 0)},
+    "documents": {"mask": af.documents(IDS.sort().values) & af.causal()},
+    "two": {"mask": af.prefix(3) | af.window(2, 0)},
+    "sink": {"sink": torch.zeros(4)},
+}
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served(name: str) -> None:
+    assert hopper.refusal(problem(**SERVED[name]), HOPPER) is None
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
+def test_other_devices(device: str) -> None:
+    sentence = hopper.refusal(problem(), Device(device, "another", frozenset()))
+    assert f"tensors are on {device}" in said(sentence)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("device", [AMPERE, Device("cuda", "not present", frozenset())])
+def test_other_cards(device: Device) -> None:
+    sentence = said(hopper.refusal(problem(), device))
+    assert "wgmma" in sentence and device.name in sentence
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (None, "there is none"),
+        ("3.5.1", "it is 3.5.1"),
+        ("2.1", "it is 2.1"),
+        ("3.6.0", None),
+        ("3.10.0+git1234", None),
+        ("4.0", None),
+    ],
+)
+def test_versions_of_triton(
+    version: str | None, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "_triton", lambda: version)
+    sentence = hopper.refusal(problem(), HOPPER)
+    if words is None:
+        assert sentence is None
+    else:
+        assert words in said(sentence) and "pip install 'triton>=3.6'" in sentence
+
+
+def test_the_version_of_triton_is_asked_for_last() -> None:
+    """It has to be imported for that, which a call on another device must not pay for."""
+    code = """
+import sys, torch, anyflash as af
+from anyflash.backends import hopper
+q = torch.zeros(1, 1, 8, 16)
+af.attention(q, q, q)
+af.explain(q, q, q, device="cuda")
+print("triton" in sys.modules, hopper._triton.cache_info().currsize)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["False", "0"]
+
+
+def test_the_version_found_is_that_of_the_module() -> None:
+    assert hopper._triton() == pytest.importorskip("triton").__version__
+
+
+@pytest.mark.parametrize(
+    ("hip", "features"),
+    [(None, {"sm_94", "wgmma"}), ("6.4", {"gfx942"})],
+)
+def test_features_of_a_card(
+    hip: str | None, features: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's MI300 reports a capability of (9, 4), and has no wgmma."""
+    card = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    devices.probe.cache_clear()
+    try:
+        assert devices.probe("cuda:1") == Device("cuda", "a card", frozenset(features))
+    finally:
+        devices.probe.cache_clear()
+
+
+def test_there_is_no_backward() -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(af.Unsupported) as caught:
+        hopper.backward(problem(), Inputs(x, x, x), Saved(x, x[..., 0], x, None), None)  # type: ignore[arg-type]
+    assert caught.value.refusals == {"hopper": hopper.NO_BACKWARD}
+
+
+# What it does with a call, from tensors to results.
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, gluon: Gluon) -> Gluon:
+    """A card of three multiprocessors, where there is none."""
+    if gluon.emulated:
+        pretend_a_card(monkeypatch)
+    return gluon
+
+
+def check(
+    card: Gluon, q: Tensor, k: Tensor, v: Tensor, seen: Seen | None, at: Packing | None = None,
+    used: list[int] | None = None, options: Options | None = None, **tensors: Any,
+) -> None:  # fmt: skip
+    """A call of the backend, held against plain PyTorch."""
+    given = {n: x.to(card.device) if isinstance(x, Tensor) else x for n, x in tensors.items()}
+    if at is not None:
+        starts = (at.starts_q, at.starts_k, at.used_k)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        given |= {
+            n: None if x is None else torch.tensor(x, dtype=torch.int32, device=card.device)
+            for n, x in zip(names, starts, strict=True)
+        }
+    inputs = Inputs(*(x.to(card.device) for x in (q, k, v)), **given)
+    options = options or Options(q.shape[-1] ** -0.5)
+    described = Problem.of(inputs, options)
+    assert hopper.refusal(described, HOPPER) is None
+    out, lse = hopper.forward(described, inputs)
+
+    def by_hand(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        sink, seed = (None if x is None else x.cpu() for x in (inputs.sink, inputs.seed))
+        terms = Terms(
+            options.scale, options.softcap, seen, sink=None if sink is None else sink.to(dtype),
+            dropout=options.dropout, seed=seed,
+        )  # fmt: skip
+        qkv = [x.to(dtype) for x in (q, k, v)]
+        return plain.attention(*qkv, terms) if at is None else plain.packed(*qkv, terms, at)
+
+    exact = by_hand(torch.float64)
+    capped = bool(options.softcap)
+    assert_close("out", out, by_hand(q.dtype)[0], exact[0], softcap=capped)
+    # float32, but for a tanh that is good to 11 bits.
+    like = by_hand(q.dtype if capped else torch.float32)
+    assert_close("lse", lse, like[1], exact[1], softcap=capped)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    g = torch.Generator().manual_seed(len(shapes) + sum(map(sum, shapes)))
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+
+
+def window(left: float, right: float) -> Seen:
+    return lambda b, h, i, j, offset: (j >= i + offset - left) & (j <= i + offset + right)
+
+
+def test_dense_causal(card: Gluon) -> None:
+    q, k, v = tensors((1, 4, 150, 64), (1, 2, 200, 64), (1, 2, 200, 40), dtype=torch.float16)
+    check(card, q, k, v, window(1e9, 0), mask=af.causal())
+
+
+def test_window_and_softcap(card: Gluon) -> None:
+    q, k, v = tensors(*[(2, 1, 140, 32)] * 3)
+    check(card, q, k, v, window(30, 5), mask=af.window(30, 5), options=Options(-0.3, 5.0))
+
+
+def test_sinks_of_any_dtype_and_stride(card: Gluon) -> None:
+    q, k, v = tensors((1, 3, 70, 64), *[(1, 3, 60, 64)] * 2)
+    sink = torch.randn(6, generator=torch.Generator().manual_seed(1)).bfloat16()[::2]
+    check(card, q, k, v, window(1e9, 0), mask=af.causal(), sink=sink)
+
+
+def test_row_intervals(card: Gluon) -> None:
+    q, k, v = tensors(*[(2, 2, 140, 64)] * 3)
+    ids = (torch.arange(140) // 60).to(card.device)
+    lengths = torch.tensor([140, 70], device=card.device)
+    mask = af.documents(ids) & (af.window(9, 0) | af.prefix(3)) & af.padding(lengths)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+        near = ((j <= i) & (j >= i - 9)) | (j < 3)
+        return near & (i // 60 == j // 60) & (j < lengths.cpu()[b])
+
+    check(card, q, k, v, seen, mask=mask)
+
+
+@pytest.mark.parametrize("mask", ["causal", "prefix-lm"])
+def test_packed(card: Gluon, mask: str) -> None:
+    q, k, v = tensors((150, 4, 64), (170, 2, 64), (170, 2, 64))
+    at = Packing([0, 0, 70, 150], [0, 3, 90, 170], [3, 80, 80])
+    near = window(1e9, 0)
+    if mask == "causal":
+        check(card, q, k, v, near, at, mask=af.causal())
+    else:
+        either: Seen = lambda b, h, i, j, offset: near(b, h, i, j, offset) | (j < 30)  # noqa: E731
+        check(card, q, k, v, either, at, mask=af.causal() | af.prefix(30))
+
+
+def test_packed_offsets_of_any_stride(card: Gluon) -> None:
+    q, k, v = (x.to(card.device) for x in tensors(*[(90, 2, 64)] * 3))
+    starts = torch.tensor([0, 7, 40, 7, 90, 7], dtype=torch.int32, device=card.device)[::2]
+    found = []
+    for given in (starts, starts.contiguous()):
+        inputs = Inputs(q, k, v, cu_seqlens_q=given, cu_seqlens_k=given)
+        found.append(hopper.forward(Problem.of(inputs, Options(0.125)), inputs))
+    for name, x, y in zip(("out", "lse"), *found, strict=True):
+        assert_same(name, x, y)
+
+
+def test_dropout(card: Gluon) -> None:
+    q, k, v = tensors(*[(2, 2, 100, 64)] * 3)
+    check(
+        card, q, k, v, window(1e9, 0), mask=af.causal(), seed=torch.tensor([2**40 + 5]),
+        options=Options(0.125, dropout=0.3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("shape", [(0, 4, 5, 7), (2, 0, 5, 7), (2, 4, 0, 7), (2, 4, 5, 0)])
+def test_zero_sizes(shape: tuple[int, ...], has_sink: bool) -> None:
+    """Nothing to launch: on any machine."""
+    batch, heads, queries, keys = shape
+    q, k, v = tensors((batch, heads, queries, 64), *[(batch, heads, keys, 64)] * 2)
+    sink = torch.arange(heads).half() if has_sink else None
+    inputs = Inputs(q, k, v, sink=sink)
+    out, lse = hopper.forward(Problem.of(inputs, Options(0.125)), inputs)
+    assert_same("out", out, torch.zeros_like(q))
+    empty = torch.full((heads,), -torch.inf) if sink is None else sink.float()
+    assert_same("lse", lse, empty.view(1, -1, 1).expand(batch, heads, queries))
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("lengths", [([], []), ([0], [9]), ([3, 2], [0, 0])])
+def test_zero_sizes_packed(lengths: tuple[list[int], list[int]], has_sink: bool) -> None:
+    starts = [torch.tensor([0, *x]).cumsum(0).int() for x in lengths]
+    q, k, v = tensors(*[(int(s[-1]), 2, 64) for s in (starts[0], starts[1], starts[1])])
+    sink = torch.tensor([1.0, 2.0]) if has_sink else None
+    inputs = Inputs(q, k, v, sink=sink, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+    out, lse = hopper.forward(Problem.of(inputs, Options(0.125)), inputs)
+    assert_same("out", out, torch.zeros_like(q))
+    empty = torch.full((2,), -torch.inf) if sink is None else sink
+    assert_same("lse", lse, empty.view(2, 1).expand(2, len(q)))
+
+
+LAYOUTS = {
+    "plain": lambda q: q,
+    "(B, S, H, D)": lambda q: q.transpose(1, 2).contiguous().transpose(1, 2),
+    "fused": lambda q: torch.stack([q.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2),
+    "packed": lambda q: q[0].transpose(0, 1).contiguous(),
+    "packed, heads first": lambda q: q[0].transpose(0, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_laid_out_as_announced(card: Gluon, layout: str) -> None:
+    """What the operator would otherwise copy: its fake kernels promise an order of axes."""
+    q = LAYOUTS[layout](tensors((2, 3, 70, 64))[0]).to(card.device)
+    starts = torch.tensor([0, 70], dtype=torch.int32, device=card.device) if q.ndim == 3 else None
+    inputs = Inputs(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    out, lse = hopper.forward(Problem.of(inputs, Options(0.125)), inputs)
+    assert _laid_out(out, _swapped(q)).data_ptr() == out.data_ptr()
+    assert lse.is_contiguous()
+
+
+def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:
+    """`forward` trusts `refusal`, but a tile map it could not even hand on."""
+    q = tensors((1, 1, 70, 64))[0].to(card.device)
+    inputs = Inputs(q, q, q, mask=af.from_tensor(q.new_ones(70, 70, dtype=torch.bool)))
+    with pytest.raises(TypeError, match="tile map"):
+        hopper.forward(replace(Problem.of(inputs, Options(0.125)), mask="none"), inputs)
+    assert not card.launches
