@@ -6,6 +6,7 @@ Commands import what they need when they run, so that `anyflash --help` loads no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from anyflash.bench.cases import Case
-    from anyflash.bench.suite import CaseResult, Settings
 
 RESULTS = Path("results")
 PAGE = Path("docs/performance.md")
@@ -193,7 +192,7 @@ def bench_cpu(
     ] = None,
 ) -> None:
     """Against PyTorch's attention on this CPU; exit code 1 if a result is wrong."""
-    from anyflash.bench import cases, report
+    from anyflash.bench import cases, console, report, suite
     from anyflash.bench.render import summary_table
     from anyflash.bench.suite import Settings
 
@@ -202,24 +201,77 @@ def bench_cpu(
     chosen = cases.select(cases.CPU, only)
     settings = Settings(rounds or 2, 0.01, True) if quick else Settings(rounds or Settings.rounds)
     chosen = [case.quick for case in chosen] if quick else chosen
-    console = Console()
+    screen = Console()
     source = report.source()  # of the code that is loaded now: files may change meanwhile
-    results = _measure(chosen, settings, console)
-    console.print(_table(*summary_table(results)))
-    made = report.Report.of("cpu", settings, results, source)
-    if output is None and not quick and only is None:
-        output = RESULTS / made.machine.slug / "cpu.json"
-    if output is None:
-        console.print("nothing written: a part or a quick run needs --output", style="dim")
-    else:
-        report.write(made, output)
-        console.print(f"written: {output}", markup=False, soft_wrap=True)
+    results = console.measure(
+        chosen, lambda case, tell: suite.run_case(case, settings, tell), settings.rounds, screen
+    )
+    screen.print(_table(*summary_table(results)))
+    made = report.Report.of(report.CPU, settings, results, source)
+    console.write(made, output, RESULTS, quick or only is not None, screen)
     wrong = [r.case.name for r in results if not r.passed]
     missed = [r.case.name for r in results if r.passed and r.met is False]
-    for title, names in (("check failed", wrong), ("bar missed", missed)):
-        if names:
-            console.print(f"{title}: {'; '.join(names)}", style="red", markup=False)
-    raise typer.Exit(1 if wrong or (check and missed) else 0)
+    raise typer.Exit(console.tell(wrong, {"bar missed": missed}, check, screen))
+
+
+@bench.command("hopper-forward")
+def bench_hopper_forward(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, few rounds, short loads: does it work?")
+    ] = False,
+    rows: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Rows whose name contains this.")
+    ] = None,
+    ablations: Annotated[
+        bool, typer.Option("--ablations", help="Variants of the kernel as well, as more rows.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A full run goes to results/MACHINE/hopper-forward.json by itself."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a bar is missed or not measured, too.")
+    ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds in which all sides run; 9, quick 2.")
+    ] = None,
+    sustained_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Each side under load, 0 for not at all; 2, quick 0.2."),
+    ] = None,
+) -> None:
+    """The forward pass on a Hopper card against cuDNN and FlashAttention-2, with its power."""
+    from anyflash.bench import cases, console, report
+    from anyflash.bench.hopper import ablations as variants
+    from anyflash.bench.hopper import card, goals, power, suite
+    from anyflash.bench.hopper.instruments import Instruments, Settings
+    from anyflash.bench.hopper.render import one_line, summary_tables
+    from anyflash.bench.hopper.rows import ROWS
+
+    if quick and check:
+        raise typer.BadParameter("--check holds the bars of full sizes: leave out --quick")
+    chosen = cases.select(ROWS + variants.ROWS if ablations else ROWS, rows, "--rows")
+    card.require()
+    meter = power.Meter()
+    usual = Settings(2, 0.002, 0.2, True) if quick else Settings()
+    load = usual.sustained_seconds if sustained_seconds is None else sustained_seconds
+    settings = replace(usual, rounds=rounds or usual.rounds, sustained_seconds=load)
+    chosen = [row.quick for row in chosen] if quick else chosen
+    screen = Console()
+    source = report.source()
+    tools = Instruments.of_card(meter)
+    results = console.measure(
+        chosen, lambda row, tell: suite.run_row(row, settings, tools, tell), settings.rounds,
+        screen, one_line,
+    )  # fmt: skip
+    for table in summary_tables(results):
+        screen.print(_table(*table))
+    machine = card.Card.here(meter)
+    made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
+    console.write(made, output, RESULTS, quick or rows is not None, screen)
+    wrong = [r.row.name for r in results if not r.passed and not r.refused]
+    failures = goals.failures(results, whole=rows is None)
+    raise typer.Exit(console.tell(wrong, failures, check, screen))
 
 
 @bench.command("render")
@@ -232,28 +284,6 @@ def bench_render(
 
     files = render(results, page)
     Console().print(f"{page}: {len(files)} result files", markup=False, soft_wrap=True)
-
-
-def _measure(cases: list[Case], settings: Settings, console: Console) -> list[CaseResult]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from anyflash.bench import suite
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    results = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        whole = progress.add_task("cases", total=len(cases))
-        rounds = progress.add_task("", total=settings.rounds)
-        for case in cases:
-            progress.reset(rounds, description=case.name)
-            results.append(suite.run_case(case, settings, lambda: progress.advance(rounds)))
-            progress.advance(whole)
-    return results
 
 
 def _table(head: list[str], rows: list[list[str]]) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,13 +99,24 @@ CPU = (
 )  # fmt: skip
 
 
-def select(cases: Iterable[Case], pattern: str | None) -> list[Case]:
-    """The cases whose name contains `pattern`, ignoring case; all of them for None."""
+class Named(Protocol):
+    """What a pattern can select."""
+
+    @property
+    def name(self) -> str: ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+
+def select(cases: Iterable[NamedT], pattern: str | None, option: str = "--only") -> list[NamedT]:
+    """The cases whose name contains `pattern`, ignoring case; all of them for None. `option` is
+    where the pattern came from."""
     cases = list(cases)
     found = [c for c in cases if pattern is None or pattern.lower() in c.name.lower()]
     if not found:
         names = ", ".join(repr(c.name) for c in cases)
-        raise InvalidInput("--only", repr(pattern), f"a part of one of the names {names}")
+        raise InvalidInput(option, repr(pattern), f"a part of one of the names {names}")
     return found
 
 

@@ -101,10 +101,7 @@ def plain(work: Workload, dtype: torch.dtype) -> tuple[Tensor, ...]:
         part = [
             x.detach().requires_grad_(both) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys])
         ]
-        scores = part[0] @ part[1].mT * default_scale(q.shape[-1])
-        if seen is not None:
-            scores = scores.masked_fill(~seen[..., keys], -torch.inf)
-        result = scores.softmax(-1) @ part[2]
+        result = attend(*part, None if seen is None else seen[..., keys])
         out[:, :, rows] = result.detach()
         if both:
             gradients = torch.autograd.grad(result, part, dout[:, :, rows])
@@ -112,3 +109,12 @@ def plain(work: Workload, dtype: torch.dtype) -> tuple[Tensor, ...]:
             dk[:, :, keys] += gradients[1]
             dv[:, :, keys] += gradients[2]
     return tuple(results) if both else (out,)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    """The textbook's attention (…, rows, Dv) of q (…, rows, D) to k and v (…, keys, ·), where a row
+    sees a key if `seen` (…, rows, keys) is true or None, in their dtype throughout."""
+    scores = q @ k.mT * default_scale(q.shape[-1])
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v

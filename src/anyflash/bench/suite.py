@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -84,6 +85,20 @@ class CaseResult:
         if self.case.error_bar is None:
             return fast
         return fast and worst is not None and worst <= self.case.error_bar
+
+    def derived(self) -> dict[str, Any]:
+        """What follows from the numbers, for human readers of a result file."""
+        timing = self.timing
+        return {
+            "ratio": None if timing is None else timing.ratio,
+            "ratio_least": None if timing is None else min(timing.ratios),
+            "ratio_most": None if timing is None else max(timing.ratios),
+            "first_ratio": self.first_ratio,
+            "error_ratio": self.error_ratio,
+            "over_inputs_mb": None if self.memory is None else self.memory.over_inputs,
+            "check_passed": self.passed,
+            "bar_met": self.met,
+        }
 
 
 def run_case(

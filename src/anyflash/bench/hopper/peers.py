@@ -1,0 +1,143 @@
+"""What is compared: anyflash's Hopper backend, and PyTorch's cuDNN and FlashAttention-2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anyflash.api import attention, attention_varlen
+from anyflash.bench.hopper.rows import CUDNN, FA2, Inputs
+from anyflash.errors import AttentionError, Unsupported
+from anyflash.masks import window
+
+Run = Callable[[], Tensor]  # one call; its output, in q's shape
+Maker = Callable[[Inputs], Run]
+T = TypeVar("T")
+
+BACKEND = "hopper"
+
+
+class Refused(AttentionError):
+    """A side does not serve a row; the message is its reason."""
+
+
+def ours(inputs: Inputs) -> Run:
+    """anyflash as a user calls it."""
+    row, q, k, v = inputs.row, inputs.q, inputs.k, inputs.v
+    mask = None if row.window is None else window(row.window, 0)
+    if inputs.offsets is None:
+        return lambda: attention(q, k, v, mask=mask, causal=row.causal, backend=BACKEND)
+    offsets, longest = inputs.offsets, max(row.lengths)
+    return lambda: attention_varlen(
+        q, k, v, offsets, offsets, max_seqlen_q=longest, max_seqlen_k=longest, mask=mask,
+        causal=row.causal, backend=BACKEND,
+    )  # fmt: skip
+
+
+def sdpa(inputs: Inputs) -> Run:
+    """`scaled_dot_product_attention`, by whatever kernel is enabled; packed as nested tensors.
+
+    Its causal mask aligns top-left, which is the same where there are as many keys as queries.
+    """
+    row = inputs.row
+    if row.window is not None:
+        raise Refused("scaled_dot_product_attention has no window")
+    grouped = row.heads != row.heads_kv
+    q, k, v = (_nested(x, inputs) for x in (inputs.q, inputs.k, inputs.v))
+
+    def run() -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=row.causal, enable_gqa=grouped)
+        return out.transpose(1, 2).values() if out.is_nested else out
+
+    return run
+
+
+def _nested(x: Tensor, inputs: Inputs) -> Tensor:
+    if inputs.offsets is None:
+        return x
+    lengths = inputs.row.lengths
+    # Told the longest and the shortest, PyTorch need not read them back from the card.
+    jagged = torch.nested.nested_tensor_from_jagged(
+        x, inputs.offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
+    return jagged.transpose(1, 2)
+
+
+def only(backend: SDPBackend) -> Maker:
+    """SDPA by one kernel."""
+
+    def make(inputs: Inputs) -> Run:
+        run = sdpa(inputs)
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return run()
+
+        return call
+
+    return make
+
+
+PEERS = {CUDNN: only(SDPBackend.CUDNN_ATTENTION), FA2: only(SDPBackend.FLASH_ATTENTION)}
+
+
+def attempt(function: Callable[[], T]) -> T:
+    """What `function` returns; raises Refused if it says that it does not serve the problem.
+
+    PyTorch refuses by a RuntimeError and tells why in warnings. Subclasses of it (no memory left,
+    an error of the device) are failures, not refusals.
+    """
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            return function()
+        except Unsupported as error:
+            raise Refused(reason(error)) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, NotImplementedError):
+                raise
+            reasons = [str(w.message).split(" (Triggered internally")[0] for w in told]
+            first = str(error).splitlines()[:1] or [type(error).__name__]
+            raise Refused(" ".join(dict.fromkeys([*first, *reasons]))) from error
+
+
+def reason(error: Unsupported) -> str:
+    """Why nothing serves a call, in one line."""
+    return "; ".join(error.refusals.values()) or " ".join(str(error).split())
+
+
+def first_calls(
+    makers: Mapping[str, Maker], inputs: Inputs
+) -> tuple[dict[str, tuple[Run, Tensor]], dict[str, str]]:
+    """Each side's run and the output of its first call, and why the others refuse."""
+    served, refusals = {}, {}
+    for name, make in makers.items():
+        try:
+            run = attempt(lambda m=make: m(inputs))
+            served[name] = run, attempt(run)
+        except Refused as error:
+            refusals[name] = str(error)
+    return served, refusals
+
+
+def kernel(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the kernel itself, which can be told a tile; loaded no earlier than here."""
+    from anyflash.kernels.hopper.launch import forward
+
+    return forward(*tensors, **options)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who is measured: ours, the others by name, and the kernel whose variants are."""
+
+    ours: Maker = ours
+    others: Mapping[str, Maker] = field(default_factory=lambda: PEERS)
+    kernel: Callable[..., tuple[Tensor, Tensor]] = kernel

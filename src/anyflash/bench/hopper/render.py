@@ -1,0 +1,255 @@
+"""A run on a Hopper card as tables, ratios first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from anyflash.bench.hopper import ablations, anchors, goals
+from anyflash.bench.hopper.card import Card
+from anyflash.bench.hopper.goals import WAYS, Line
+from anyflash.bench.hopper.instruments import Settings
+from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
+from anyflash.bench.hopper.rows import (
+    ATTENTION,
+    CUDNN,
+    FA2,
+    HOST,
+    LIBRARY,
+    OURS,
+    PRODUCT,
+    VARIANTS,
+)
+from anyflash.bench.report import Report
+from anyflash.bench.tables import (
+    NOTHING,
+    Table,
+    error_cells,
+    markdown,
+    number,
+    provenance,
+    ratio,
+)
+
+SIDES = (OURS, CUDNN, FA2)
+UNITS = ("TFLOP/s", "MHz", "W", "J/TFLOP")
+VARIANTS_TITLE = "Variants of the kernel, burst"
+MET = {True: "yes", False: "NO", None: "not measured"}
+
+HOW = f"""A ratio is our rate over the other side's, so above 1 anyflash is faster: in a burst the
+median of all rounds, with the least and the most. All inputs are bfloat16, standard normal.
+**Burst**: samples of about {{seconds:g}} ms of all sides in random order, {{rounds}} rounds, as
+CUDA graphs, timed by the card's events. **Sustained**: each side keeps the card busy for
+{{sustained:g}} s and more, in the order a b b a; energy and clock are NVML's. Rates count
+2·(D + Dv) operations for each pair of a query and a key in each head: half of the pairs if causal,
+those within a window. The best is the fastest of cuDNN, FlashAttention-2, -3 and -4, relative to
+cuDNN ({anchors.SOURCE}); from one card to another only ratios to cuDNN compare. The check compares
+a sample with float64: all rows of a few heads up to S=4096, a random part of longer ones, and some
+rows of every other head."""
+
+
+def section(report: Report[Card, Settings, RowResult]) -> str:
+    """One report as Markdown."""
+    card, settings, host = report.machine, report.settings, report.machine.host
+    how = HOW.format(
+        seconds=1000 * settings.seconds, rounds=settings.rounds,
+        sustained=settings.sustained_seconds,
+    )  # fmt: skip
+    text = [
+        f"## {card.name}, forward",
+        provenance(report.date, report.commit, report.dirty, report.versions)
+        + f" {card.multiprocessors} multiprocessors, {card.memory_gb:g} GB, "
+        f"{card.power_limit_watts:g} W, at most {card.clock_mhz} MHz; driver {card.driver}, "
+        f"CUDA {card.cuda}. Host: {host.cpu}, {host.cores} cores, {host.system}."
+        + (" Small sizes: not for comparison." if settings.quick else ""),
+        " ".join(how.split()),
+    ]
+    for title, (head, rows) in tables(report.results):
+        if rows:
+            text += [f"### {title}", markdown(head, rows)]
+        if rows and title == VARIANTS_TITLE:
+            text.append(ablations.PUBLISHED)
+    return "\n\n".join(text)
+
+
+def tables(results: Sequence[RowResult]) -> list[tuple[str, Table]]:
+    """The tables of a run by title; a table without rows has nothing to show."""
+    return [
+        ("Bars and goals", demand_table(goals.lines(results))),
+        ("Burst", burst_table(results)),
+        ("Sustained", sustained_table(results)),
+        ("Ceiling: a matrix product in the same run", ceiling_table(results)),
+        ("What a small call costs the host", host_table(results)),
+        (VARIANTS_TITLE, variant_table(results)),
+        ("What does not serve", refusal_table(results)),
+        ("Errors against float64", error_table(results)),
+    ]
+
+
+def summary_tables(results: Sequence[RowResult]) -> list[Table]:
+    """A run in little width, for a terminal."""
+    whole = [
+        summary_table(results),
+        variant_table(results),
+        refusal_table(results),
+        demand_table(goals.lines(results)),
+    ]
+    return [table for table in whole if table[1]]
+
+
+def summary_table(results: Iterable[RowResult]) -> Table:
+    """All rows: the ratio that the bar is about and our rate, in a burst and sustained."""
+    head = ["row", "ratio", "sustained", "bar", "met", "over best", "TFLOP/s", "J/TFLOP"]
+    rows = []
+    for r in results:
+        if r.row.measure == VARIANTS:
+            continue
+        side = LIBRARY if r.row.measure == PRODUCT else OURS
+        first = r.host_ratio if r.row.measure == HOST else r.ratio(r.row.against)
+        best = " ".join(ratio(r.over_best(way)) for way in WAYS) if r.row.best else NOTHING
+        rates = " ".join(_number(r.tflops(side, way)) for way in WAYS)
+        cells = [ratio(first), ratio(r.ratio(r.row.against, SUSTAINED)), _bar(r), verdict(r), best]
+        rows.append([r.row.name, *cells, rates, _number(r.joules_per_tflop(side))])
+    return head, rows
+
+
+def demand_table(lines: Iterable[Line]) -> Table:
+    head = ["of the whole run", "figure", "kind", "demanded", "met"]
+    rows = []
+    for line in lines:
+        kind = "bar" if line.is_bar else "goal"
+        rows.append([line.what, line.figure, kind, line.demand, _met(line.met)])
+    return head, rows
+
+
+def burst_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "ratio", "to", "bar", "met", "over best", "over FA2"]
+    head += [f"{side}, TFLOP/s" for side in SIDES] + ["anyflash, ms", "(B, H, S, D)"]
+    rows = []
+    for r in results:
+        if r.row.measure != ATTENTION:
+            continue
+        to = r.row.against
+        other = to if r.row.yardstick is None else f"{to}: {_number(r.tflops(to))} TFLOP/s"
+        row = [r.row.name, ratio(r.ratio(to), r.ratios(to)), other, _bar(r), _row_met(r, BURST)]
+        row += [ratio(r.over_best()), ratio(r.ratio(FA2))]
+        row += [_number(r.tflops(side)) for side in SIDES]
+        rows.append([*row, _number(r.milliseconds(OURS)), r.row.shape])
+    return head, rows
+
+
+def sustained_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "ratio to cuDNN", "bar", "met", "over best", "energy over cuDNN's"]
+    head += [f"{side}, {unit}" for unit in UNITS for side in (OURS, CUDNN)]
+    rows = []
+    for r in results:
+        if r.row.measure != ATTENTION or not r.sustained:
+            continue
+        row = [r.row.name, ratio(r.ratio(CUDNN, SUSTAINED)), _bar(r), _row_met(r, SUSTAINED)]
+        row += [ratio(r.over_best(SUSTAINED)), ratio(goals.energy_ratio(r))]
+        loads = [_load(r, side) for side in (OURS, CUDNN)]
+        rows.append(row + [cell for pair in zip(*loads, strict=True) for cell in pair])
+    return head, rows
+
+
+def ceiling_table(results: Iterable[RowResult]) -> Table:
+    head = ["product", "burst, TFLOP/s", *(f"sustained, {unit}" for unit in UNITS)]
+    rows = [
+        [r.row.shape, _number(r.tflops(LIBRARY)), *_load(r, LIBRARY)]
+        for r in results
+        if r.row.measure == PRODUCT
+    ]
+    return head, rows
+
+
+def host_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "over FA2's", "bar", "met", "anyflash, µs", "FA2, µs", "(B, H, S, D)"]
+    rows = []
+    for r in results:
+        if r.row.measure != HOST:
+            continue
+        sides = (None, None) if r.host is None else (r.host.ours, r.host.peer)
+        costs = [_number(None if x is None else 1000 * statistics.median(x)) for x in sides]
+        rows.append([r.row.name, ratio(r.host_ratio), _bar(r), verdict(r), *costs, r.row.shape])
+    return head, rows
+
+
+def variant_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "variant", "over the table's tile", "over cuDNN", "TFLOP/s"]
+    rows = []
+    for r in results:
+        if r.row.measure != VARIANTS or r.burst is None:
+            continue
+        for side in r.sides(BURST):
+            found = [
+                r.burst.ratios(side, other) for other in (OURS, CUDNN) if other in r.burst.times
+            ]
+            cells = [ratio(statistics.median(x), x) for x in found] + [NOTHING] * (2 - len(found))
+            name = "the table's tile" if side == OURS else side
+            rows.append([r.row.name, name, *cells, _number(r.tflops(side))])
+    return head, rows
+
+
+def refusal_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "side", "why not"]
+    return head, [[r.row.name, side, why] for r in results for side, why in r.refusals.items()]
+
+
+def error_table(results: Iterable[RowResult]) -> Table:
+    head = ["row", "tensor", "anyflash", "cuDNN", "plain PyTorch", "tolerance", "passed"]
+    return head, [[r.row.name, *error_cells(e)] for r in results for e in r.errors]
+
+
+def verdict(result: RowResult) -> str:
+    """Whether the bar is met, or why that is not known."""
+    if result.refused:
+        return "REFUSED"
+    if not result.passed:
+        return "CHECK FAILED"
+    return NOTHING if result.row.bar is None else _met(result.met)
+
+
+def one_line(result: RowResult) -> str:
+    """A row, as soon as it is done."""
+    row, parts = result.row, []
+    for way in WAYS:
+        x, product = result.ratio(row.against, way), result.tflops(LIBRARY, way)
+        if x is not None and row.measure == ATTENTION:
+            parts.append(f"{way} {ratio(x)} of {row.against}")
+        if product is not None:
+            parts.append(f"{way} {number(product)} TFLOP/s")
+    if result.host_ratio is not None:
+        parts.append(f"{ratio(result.host_ratio)} of {FA2}'s")
+    said = verdict(result)
+    return f"{row.name}: {', '.join(parts + ([] if said == NOTHING else [f'bar: {said}']))}"
+
+
+def _load(result: RowResult, side: str) -> list[str]:
+    """The UNITS of a side under load."""
+    load = result.sustained.get(side)
+    figures = (
+        result.tflops(side, SUSTAINED),
+        None if load is None else load.mhz,
+        None if load is None else load.watts,
+        result.joules_per_tflop(side),
+    )
+    return [_number(x) for x in figures]
+
+
+def _bar(result: RowResult) -> str:
+    if result.row.bar is None:
+        return NOTHING
+    return f"{'≤' if result.row.measure == HOST else '≥'} {result.row.bar:.2f}"
+
+
+def _row_met(result: RowResult, way: str) -> str:
+    said = verdict(result)
+    return _met(result.met_in(way)) if said in MET.values() else said
+
+
+def _met(met: bool | None) -> str:
+    return MET[met]
+
+
+def _number(x: float | None) -> str:
+    return NOTHING if x is None else number(x)
