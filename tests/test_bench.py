@@ -6,14 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from anyflash import api
-from anyflash.bench import memory, peers, render, report, suite, timing
+from anyflash.bench import console, memory, peers, render, report, suite, timing
 from anyflash.bench.cases import (
     BOOLEAN,
     BOTH,
@@ -407,3 +408,19 @@ def test_a_page_without_its_markers_is_left_alone(text: str, tmp_path: Path) -> 
     with pytest.raises(InvalidInput, match="markers"):
         render.render(tmp_path, path)
     assert path.read_text() == text
+
+
+def test_results_survive_a_case_that_raises() -> None:
+    class Named(NamedTuple):
+        name: str
+
+    def run(case: Named, on_round: Callable[[], None]) -> str:
+        if case.name == "second":
+            raise RuntimeError("the card is gone")
+        return case.name
+
+    results: list[str] = []
+    cases = [Named("first"), Named("second"), Named("third")]
+    with pytest.raises(RuntimeError, match="the card is gone"):
+        console.measure(cases, run, 1, Console(quiet=True), results=results)
+    assert results == ["first"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from anyflash.bench.hopper.results import RowResult
 
 RESULTS = Path("results")
 PAGE = Path("docs/performance.md")
@@ -260,15 +261,19 @@ def bench_hopper_forward(
     screen = Console()
     source = report.source()
     tools = Instruments.of_card(meter)
-    results = console.measure(
-        chosen, lambda row, tell: suite.run_row(row, settings, tools, tell), settings.rounds,
-        screen, one_line,
-    )  # fmt: skip
+    results: list[RowResult] = []
+    try:
+        console.measure(
+            chosen, lambda row, tell: suite.run_row(row, settings, tools, tell), settings.rounds,
+            screen, one_line, results,
+        )  # fmt: skip
+    finally:  # what was measured before a row raised is not lost
+        machine = card.Card.here(meter)
+        made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
+        part = quick or rows is not None or len(results) < len(chosen)
+        console.write(made, output, RESULTS, part, screen)
     for table in summary_tables(results):
         screen.print(_table(*table))
-    machine = card.Card.here(meter)
-    made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
-    console.write(made, output, RESULTS, quick or rows is not None, screen)
     wrong = [r.row.name for r in results if not r.passed and not r.refused]
     failures = goals.failures(results, whole=rows is None)
     raise typer.Exit(console.tell(wrong, failures, check, screen))

@@ -22,16 +22,18 @@ def measure(
     rounds: int,
     screen: Console,
     line: Callable[[ResultT], str] | None = None,
+    results: list[ResultT] | None = None,
 ) -> list[ResultT]:
     """Run all cases under a progress bar: `run` takes a case and what to call after each of its
-    `rounds`; `line` is what to print of a result at once."""
+    `rounds`; `line` is what to print of a result at once. `results` is filled as they come, so that
+    they are there if a case raises."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    results = []
+    results = [] if results is None else results
     with Progress(*columns, console=screen, transient=True) as progress:
         whole = progress.add_task("cases", total=len(cases))
         part = progress.add_task("", total=rounds)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,32 +41,18 @@ def ours(inputs: Inputs) -> Run:
 
 
 def sdpa(inputs: Inputs) -> Run:
-    """`scaled_dot_product_attention`, by whatever kernel is enabled; packed as nested tensors.
+    """`scaled_dot_product_attention`, by whatever kernel is enabled.
 
     Its causal mask aligns top-left, which is the same where there are as many keys as queries.
     """
-    row = inputs.row
+    row, q, k, v = inputs.row, inputs.q, inputs.k, inputs.v
     if row.window is not None:
         raise Refused("scaled_dot_product_attention has no window")
+    if row.lengths:
+        # A capture fails late with nested tensors (torch 2.11), and takes the process's CUDA along.
+        raise Refused("packed sequences are nested tensors there, which no CUDA graph captures")
     grouped = row.heads != row.heads_kv
-    q, k, v = (_nested(x, inputs) for x in (inputs.q, inputs.k, inputs.v))
-
-    def run() -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=row.causal, enable_gqa=grouped)
-        return out.transpose(1, 2).values() if out.is_nested else out
-
-    return run
-
-
-def _nested(x: Tensor, inputs: Inputs) -> Tensor:
-    if inputs.offsets is None:
-        return x
-    lengths = inputs.row.lengths
-    # Told the longest and the shortest, PyTorch need not read them back from the card.
-    jagged = torch.nested.nested_tensor_from_jagged(
-        x, inputs.offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
-    )
-    return jagged.transpose(1, 2)
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=row.causal, enable_gqa=grouped)
 
 
 def only(backend: SDPBackend) -> Maker:
