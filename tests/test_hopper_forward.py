@@ -236,6 +236,21 @@ def test_row_intervals(gluon: Gluon, form: str, tile: Tile) -> None:
         compare(found, (q, k, v), Terms(scale=0.125, seen=seen_in(some)))
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1, 3), (2, 1, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3)])
+def test_intervals_of_values_in_any_order(gluon: Gluon, order: tuple[int, ...]) -> None:
+    """v is read as one long sequence, in which batch elements begin every so many rows: copied
+    where it cannot be."""
+    q, k, v = tensors(Case((2, 2, 2, 70, 90)), gluon.device)
+    bounds = torch.stack([bounds_of(form, 70, 90) for form in ("documents", "empty rows")])
+    run = {"scale": 0.125, "bounds": bounds.to(gluon.device), "tile": SMALL, "programs": 3}
+    back = [order.index(n) for n in range(4)]
+    moved = v.permute(order).contiguous().permute(back)
+    for x, y in zip(
+        kernel.forward(q, k, moved, **run), kernel.forward(q, k, v, **run), strict=True
+    ):
+        assert_same("moved", x, y)
+
+
 def test_nothing_seen_is_nothing_read(gluon: Gluon) -> None:
     q, k, v = tensors(Case((1, 2, 2, 70, 150)), gluon.device)
     bounds = torch.empty(1, 70, 0, 2, dtype=torch.int32, device=gluon.device)

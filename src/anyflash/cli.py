@@ -270,8 +270,9 @@ def bench_hopper_forward(
     finally:  # what was measured before a row raised is not lost
         machine = card.Card.here(meter)
         made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
-        part = quick or rows is not None or len(results) < len(chosen)
-        console.write(made, output, RESULTS, part, screen)
+        cut = len(results) < len(chosen)
+        place = output.with_suffix(".part.json") if output is not None and cut else output
+        console.write(made, place, RESULTS, quick or rows is not None or cut, screen)
     for table in summary_tables(results):
         screen.print(_table(*table))
     wrong = [r.row.name for r in results if not r.passed and not r.refused]

@@ -38,3 +38,17 @@ class Unsupported(AttentionError, NotImplementedError):
         lines = [f"nothing serves {self.request}"]
         lines += [f"  {name}: {sentence}" for name, sentence in self.refusals.items()]
         return "\n".join([*lines, self.advice] if self.advice else lines)
+
+
+class NotCompiled(AttentionError, RuntimeError):
+    """A kernel that this machine cannot compile. The compiler's own words are its `__cause__`.
+
+    Attributes: `kernel` (its name), `cause`, `advice`.
+    """
+
+    def __init__(self, kernel: str, cause: str, advice: str) -> None:
+        super().__init__(kernel, cause, advice)  # the three args make it picklable
+        self.kernel, self.cause, self.advice = kernel, cause, advice
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.advice} (when compiling {self.kernel})"

@@ -31,7 +31,8 @@ BUILD = """
 import hashlib, os, warnings
 import torch
 from anyflash.errors import AttentionError
-from anyflash.kernels.hopper.launcher import NotCompiled, compiling
+from anyflash.errors import NotCompiled
+from anyflash.kernels.hopper.launcher import compiling
 from gluon_compile import compile_kernel
 from small import kernel
 

@@ -7,6 +7,7 @@ What lies beyond the keys of a sequence has no effect, whatever it is.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from functools import cache
@@ -30,8 +31,9 @@ name = "hopper"
 DTYPES = (torch.float16, torch.bfloat16)
 WIDEST = 256  # columns of a head that fit into shared memory
 LONGEST = 2**30  # rows or keys of a sequence, whose sums and differences stay within 32 bits
-MOST_BLOCKS = 2**31  # of query rows, which are numbered through with 32 bits
-ROWS = 128  # that a block has at least
+# Of query rows. They are numbered with 32 bits, and each program looks up one beyond the last.
+MOST_BLOCKS = 2**31 - 2**16
+LEAST_BLOCK = 128  # rows
 TRITON = (3, 6)  # the oldest that has what the kernels are written in
 
 NO_BACKWARD = (
@@ -82,9 +84,9 @@ def _sizes(problem: Problem) -> str | None:
         if rows > LONGEST:
             return f"it takes sequences of at most {LONGEST} {side}, not {rows}"
     rows = problem.queries * (1 if problem.packed else problem.batch)
-    blocks = problem.heads * (rows // ROWS + problem.batch)
+    blocks = problem.heads * (rows // LEAST_BLOCK + problem.batch)
     if blocks >= MOST_BLOCKS:
-        return f"it takes fewer than {MOST_BLOCKS} blocks of {ROWS} queries, not {blocks}"
+        return f"it takes fewer than {MOST_BLOCKS} blocks of {LEAST_BLOCK} queries, not {blocks}"
     return None
 
 
@@ -96,6 +98,16 @@ def _software() -> str | None:
         return f"the kernels need Triton {wanted} or newer, and there is none: {advice}"
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < TRITON:
         return f"the kernels need Triton {wanted} or newer, and it is {found}: {advice}"
+    return _language()
+
+
+@cache
+def _language() -> str | None:
+    """Why the kernels' own names are not in this Triton, or None where they are."""
+    try:
+        importlib.import_module("anyflash.kernels.hopper.compat")
+    except ImportError as error:
+        return " ".join(str(error).split())
     return None
 
 
@@ -138,6 +150,9 @@ def _forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     q, k, v, sink, options = inputs.q, inputs.k, inputs.v, inputs.sink, problem.options
     starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
+    if problem.packed and max(q.shape[0], k.shape[0]) > LONGEST:  # what no Problem knows
+        sentence = f"it takes packed batches of at most {LONGEST} rows, not {len(q)} and {len(k)}"
+        raise Unsupported(problem.describe(), {name: sentence})
     asked: dict[str, Any] = {
         "scale": options.scale,
         "softcap": options.softcap,

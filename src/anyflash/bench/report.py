@@ -116,11 +116,12 @@ class Report(Generic[MachineT, SettingsT, ResultT]):
 
 def source() -> tuple[str | None, bool]:
     """The commit of the checkout that this package runs from, and whether its files differ. A copy
-    without its history, as on a machine that is only lent, is told by ANYFLASH_COMMIT."""
+    without its history is told by ANYFLASH_COMMIT, and may differ."""
     top = _git("rev-parse", "--show-toplevel")
     # Installed elsewhere, the package may lie in a checkout of something else.
     if top is None or Path(top).resolve() / "src" / "anyflash" != PACKAGE:
-        return os.environ.get("ANYFLASH_COMMIT"), False
+        told = os.environ.get("ANYFLASH_COMMIT")
+        return told, told is not None
     changes = _git("status", "--porcelain", "--", str(PACKAGE))
     return _git("rev-parse", "HEAD"), changes != ""
 

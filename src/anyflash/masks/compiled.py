@@ -53,7 +53,9 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
     """The compiled form of a mask, from the cache if expression, tensors and sizes are the same.
 
     A tensor is the same if its storage, place in it and version counter are: its contents are
-    never read. Changes through `.data`, numpy or DLPack go unseen, as they do for autograd.
+    never read. Changes through `.data`, numpy or DLPack go unseen, as they do for autograd. What
+    was built on one stream is not used on another, which need not wait for it. While a CUDA graph
+    is captured the form is built anew, within the graph: a replay follows the tensors.
     """
     form = getattr(mask, "form", None)  # of a mask compiled ahead
     if form is not None:
@@ -61,6 +63,11 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
             got, expected = f"compiled on {form.tensors[0].device}", f"compiled on {device}"
             raise InvalidInput("mask", got, expected, "pass the device to mask.compile(...)")
         return form
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return compile_mask(mask, extent, device)
+        stream = torch.cuda.current_stream(device).cuda_stream
     if any(leaf.is_inference() for leaf in mask.leaves):  # no version counter: nothing to go by
         return compile_mask(mask, extent, device)
     # A weak reference keeps the storage's address from being used again, not its memory.
@@ -69,7 +76,7 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
         (ref.cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, leaf._version)
         for ref, leaf in zip(storages, mask.leaves, strict=True)
     )
-    key = (mask.text, places, extent, device)
+    key = (mask.text, places, extent, device, stream)
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)

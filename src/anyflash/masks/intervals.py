@@ -103,19 +103,22 @@ def _per_interval(keys: Ints) -> Ints:
     return keys.unsqueeze(-1) if isinstance(keys, Tensor) else keys
 
 
+def _as_tensor(x: Ints, device: torch.device) -> Tensor:
+    """An integer by a fill: a copy from the host waits, and may not stand in a CUDA graph."""
+    return x if isinstance(x, Tensor) else torch.full((), x, device=device)
+
+
 def one_interval(rows: Rows, lo: Ints, hi: Ints) -> tuple[Tensor, Tensor]:
     shape = torch.broadcast_shapes(
         rows.row.shape, *(x.shape for x in (lo, hi, rows.keys) if isinstance(x, Tensor))
     )
-    lo, hi = (
-        torch.as_tensor(x, device=rows.row.device).expand(shape).unsqueeze(-1) for x in (lo, hi)
-    )
+    lo, hi = (_as_tensor(x, rows.row.device).expand(shape).unsqueeze(-1) for x in (lo, hi))
     return compact(lo, hi, rows.keys)
 
 
 def compact(lo: Tensor, hi: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
     """Clip to [0, keys), turn empty intervals into [keys, keys) and sort."""
-    end = torch.as_tensor(_per_interval(keys), device=lo.device).expand(lo.shape)
+    end = _as_tensor(_per_interval(keys), lo.device).expand(lo.shape)
     lo, hi = torch.minimum(lo.clamp(min=0), end), torch.minimum(hi.clamp(min=0), end)
     empty = lo >= hi
     lo, order = torch.sort(torch.where(empty, end, lo), dim=-1, stable=True)
@@ -123,7 +126,7 @@ def compact(lo: Tensor, hi: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
 
 
 def complement(lo: Tensor, hi: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
-    end = torch.as_tensor(_per_interval(keys), device=lo.device).expand([*lo.shape[:-1], 1])
+    end = _as_tensor(_per_interval(keys), lo.device).expand([*lo.shape[:-1], 1])
     return compact(torch.cat([torch.zeros_like(end), hi], -1), torch.cat([lo, end], -1), keys)
 
 

@@ -228,7 +228,7 @@ def prepare(
 
     Args:
         q, k, v, options: as for `forward`.
-        out, lse: its results, in any strides.
+        out, lse: its results, `out` in any strides.
 
     Returns:
         A function of q, k, v: as `forward`, its results laid out like these. It returns None, and
@@ -238,7 +238,8 @@ def prepare(
     o = Options(**options)
     if any(isinstance(x, Tensor) for x in o):
         raise TypeError("a call is prepared without tensors among its options")
-    if lse.numel() == 0 or not all(map(lawful, (q, k, v, out))):
+    contiguous = lse.numel() > 0 and lse.is_contiguous()
+    if not contiguous or not all(map(lawful, (q, k, v, out))):
         return None
     plan, o = _planned(q, k, v, _dense(q, k), o)
     dynamic = plan.flags.DYNAMIC
@@ -253,13 +254,14 @@ def prepare(
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         # At 0 lies what has no memory, such as PyTorch's tensors of symbolic zeros.
-        if (q_at | k_at | v_at) % 16 or not (q_at and k_at and v_at):
+        if (q_at | k_at | v_at) % 16 or not (q_at and k_at and v_at) or not launch.ready():
             return None
         out, lse = new_out(), new_lse()
         counter = new_counter() if dynamic else lse
         at = lse.data_ptr()  # for sink, seed and bounds too
         pointers = (at, at, at, at, counter.data_ptr())
-        return (out, lse) if launch((q_at, k_at, v_at, out.data_ptr()), pointers) else None
+        launch((q_at, k_at, v_at, out.data_ptr()), pointers)
+        return out, lse
 
     return run
 

@@ -40,7 +40,7 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import PTXASError
 
-from anyflash.errors import AttentionError
+from anyflash.errors import NotCompiled
 from anyflash.kernels.hopper.compat import Direct, Encoding, current_stream, direct, watched
 
 T = TypeVar("T")
@@ -264,43 +264,34 @@ class Prepared:
                 self._given.append(x)
         self._known: _Known | None = None
 
-    def __call__(self, operands: Sequence[int], pointers: Sequence[int]) -> bool:
-        """Run the kernel with these addresses of operands and tensors, each in the order of its
-        parameters; they are as aligned as those that it was prepared with.
-
-        False, and nothing has run, where another card is current, launches are watched, or none of
-        this kind is remembered: a call of the kernel itself does all that.
-        """
-        known, device = self._known, self._device
+    def ready(self) -> bool:
+        """Whether it can launch now: not where another card is current, launches are watched, or
+        none of this kind is remembered; a call of the kernel itself does all that."""
+        known = self._known
         if known is None or known.through is not type(self._function).run:
             known = self._known = self._kernel._find(self._key)
-        if known is None or watched(self._function) or torch.cuda.current_device() != device:
-            return False
+        return (
+            known is not None
+            and not watched(self._function)
+            and torch.cuda.current_device() == self._device
+        )
+
+    def __call__(self, operands: Sequence[int], pointers: Sequence[int]) -> None:
+        """Run the kernel, once it is `ready`, with these addresses of operands and tensors, each in
+        the order of its parameters; they are as aligned as those that it was prepared with."""
+        known = self._known
+        if known is None:
+            raise RuntimeError("a launch that was not asked whether it is ready")
         given = self._given.copy()
         encodings = known.direct.encodings
         for (i, view), address, encoding in zip(self._maps, operands, encodings, strict=True):
             given[i] = _mapped(address, view, encoding)[0]
         for i, address in zip(self._pointers, pointers, strict=True):
             given[i] = address
-        known.direct.launch(self._programs, current_stream(device), tuple(given))
-        return True
+        known.direct.launch(self._programs, current_stream(self._device), tuple(given))
 
 
 # Compiling.
-
-
-class NotCompiled(AttentionError, RuntimeError):
-    """A kernel that this machine cannot compile. The compiler's own words are its `__cause__`.
-
-    Attributes: `kernel` (its name), `cause`, `advice`.
-    """
-
-    def __init__(self, kernel: str, cause: str, advice: str) -> None:
-        super().__init__(kernel, cause, advice)  # the three args make it picklable
-        self.kernel, self.cause, self.advice = kernel, cause, advice
-
-    def __str__(self) -> str:
-        return f"{self.cause}; {self.advice} (when compiling {self.kernel})"
 
 
 def compiling(kernel: str, run: Callable[[], T]) -> T:

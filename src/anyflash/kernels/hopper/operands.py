@@ -58,7 +58,8 @@ def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
     batch, heads, length, width = x.shape
     step = x.stride(2) if length > 1 else x.stride(0)
     if batch > 1 and (x.stride(0) % step or x.stride(0) // step * batch > RAGGED_EXTENT):
-        x = empty_addressable(x.transpose(1, 2), width).copy_(x.transpose(1, 2)).transpose(1, 2)
+        room = x.new_empty((batch, length, heads, -(-width // 8) * 8))[..., :width]
+        x = room.copy_(x.transpose(1, 2)).transpose(1, 2)
         step = x.stride(2) if length > 1 else x.stride(0)
     apart = x.stride(0) // step if batch > 1 else 0
     strides = (step, x.stride(1), 1)
