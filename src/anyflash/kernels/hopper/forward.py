@@ -1,7 +1,7 @@
 """Forward of attention on Hopper.
 
-A program takes blocks of 64 · CONSUMERS query rows of one head, one after the other, and for each
-of them walks over the tiles of BLOCK_KV keys that its rows see, those that need a mask first:
+A program takes blocks of 64 · CONSUMERS rows, queries of one head, one after the other, and for
+each of them walks over the tiles of BLOCK_KV keys that its rows see, those that need a mask first:
 
     m, l, O = −∞, 0, 0
     S = Q K^T                              [64, BLOCK_KV] in each consumer
