@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gradient": ({"gradient": True}, "torch.no_grad()"),
     "queries": ({"shape": (1, 1, 2**30 + 1, 64), "keys": 1}, "at most 1073741824 queries"),
     "keys": ({"shape": (1, 1, 1, 64), "keys": 2**31}, "at most 1073741824 keys, not 2147483648"),
-    "blocks": ({"shape": (2**20, 2**11, 1, 64)}, "fewer than 2147483648 blocks"),
+    "blocks": ({"shape": (2**20, 2**11, 1, 64)}, "fewer than 2147418112 blocks"),
 }  # fmt: skip
 
 
