@@ -6,9 +6,11 @@ import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anyflash.errors import InvalidInput
@@ -44,9 +46,25 @@ def forget(number: int) -> None:
 
 def compile_mask(mask: Expression, extent: Extent, device: torch.device) -> Form:
     """Row intervals where every row has at most two, else a tile map; not cached."""
+    return (intervals if has_few_intervals(mask) else tiles).build(mask, extent, device)
+
+
+def has_few_intervals(mask: Expression) -> bool:
+    """Whether kernels read a mask as row intervals. It may read the contents of its tensors."""
     bound = mask.interval_bound()
-    few = bound is not None and bound <= intervals.MOST
-    return (intervals if few else tiles).build(mask, extent, device)
+    return bound is not None and bound <= intervals.MOST
+
+
+def identity(leaves: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[StorageWeakRef]]:
+    """What tells these tensors, contents included, from others, and weak references that keep their
+    storages' addresses from being used again, but not their memory. Not for inference tensors,
+    which count no versions."""
+    storages = [StorageWeakRef(leaf.untyped_storage()) for leaf in leaves]
+    places = tuple(
+        (ref.cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, leaf._version)
+        for ref, leaf in zip(storages, leaves, strict=True)
+    )
+    return places, storages
 
 
 def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
@@ -70,12 +88,7 @@ def compiled(mask: Expression, extent: Extent, device: torch.device) -> Form:
         stream = torch.cuda.current_stream(device).cuda_stream
     if any(leaf.is_inference() for leaf in mask.leaves):  # no version counter: nothing to go by
         return compile_mask(mask, extent, device)
-    # A weak reference keeps the storage's address from being used again, not its memory.
-    storages = [StorageWeakRef(leaf.untyped_storage()) for leaf in mask.leaves]
-    places = tuple(
-        (ref.cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, leaf._version)
-        for ref, leaf in zip(storages, mask.leaves, strict=True)
-    )
+    places, storages = identity(mask.leaves)
     key = (mask.text, places, extent, device, stream)
     with _lock:
         if key in _cache:

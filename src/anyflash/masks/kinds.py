@@ -7,8 +7,8 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anyflash.masks.algebra import Window
+from anyflash.masks.compiled import has_few_intervals, identity
 from anyflash.masks.expression import Mask
-from anyflash.masks.intervals import MOST
 
 KEEP = 256  # masks whose kind is kept
 
@@ -27,12 +27,7 @@ def kind_of(mask: Mask | None) -> str:
         return "window"
     if not mask.leaves or any(leaf.is_inference() for leaf in mask.leaves):
         return _read(mask)
-    # A weak reference keeps the storage's address from being used again, not its memory.
-    storages = [StorageWeakRef(leaf.untyped_storage()) for leaf in mask.leaves]
-    places = tuple(
-        (ref.cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, leaf._version)
-        for ref, leaf in zip(storages, mask.leaves, strict=True)
-    )
+    places, storages = identity(mask.leaves)
     key = (mask.text, places)
     found = _kept.get(key)
     if found is None:
@@ -43,5 +38,4 @@ def kind_of(mask: Mask | None) -> str:
 
 
 def _read(mask: Mask) -> str:
-    bound = mask.interval_bound()
-    return "intervals" if bound is not None and bound <= MOST else "tiles"
+    return "intervals" if has_few_intervals(mask) else "tiles"
