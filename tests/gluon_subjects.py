@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 import plain
 from anyflash.kernels.hopper.tiles import Columns, Tile
@@ -109,14 +106,13 @@ def small(columns: int | Columns, **changes: Any) -> Tile:
 
 
 SMALL = small(64)
-REGISTERS = small(64, q_registers=True, overlap=True)
+REGISTERS = small(64, q_registers=True)
 TURNS = small(64, pingpong=True)
 THREE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
-THREE_TURNS = small(64, consumers=3, pingpong=True, lazy=True, registers=(128, 160, 24))
-SHARED = small(128, shared_out=True, lazy=True)
+THREE_TURNS = small(64, consumers=3, pingpong=True, registers=(128, 160, 24))
+SHARED = small(128, shared_out=True)
 PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)
 PANELS_OF_V = small(64, v=Columns(32, 3))
-PANELS_OF_V_LAZY = small(64, v=Columns(32, 3), lazy=True)
 
 Pairs = list[tuple[Tensor, Tensor]]
 # By name: of rows i and a number of keys, the intervals [lo, hi) of each row, the lower one first.
@@ -173,7 +169,7 @@ class Hopper:
     tile: Tile = SMALL
     dims: tuple[int, int] = (64, 64)  # D, Dv
     programs: int = 2  # fewer than blocks: they are drawn from a counter
-    section: int = 16
+    section: int | None = None
     left: int | None = None
     right: int | None = None
     intervals: tuple[str, ...] = ()  # of all batch elements, or of each
@@ -186,11 +182,10 @@ class Hopper:
 
     def __call__(self, module: ModuleType) -> list[Result]:
         (q, k, v), sink, bounds, like, exact = self.example
-        module.SECTION = self.section
         found = module.forward(
             q, k, v, scale=self.scale, left=self.left, right=self.right, softcap=self.softcap,
             sink=sink, bounds=bounds, dropout=self.dropout, seed=seed_of(self.dropout),
-            tile=self.tile, share=self.share, programs=self.programs,
+            tile=self.tile, share=self.share, section=self.section, programs=self.programs,
         )  # fmt: skip
         return [Result(*x) for x in zip(("out", "lse"), found, like, exact, strict=True)]
 
@@ -260,137 +255,3 @@ class Packed:
             k[start + used : end] = v[start + used : end] = math.nan
         numbers = [torch.tensor(x, dtype=torch.int32) for x in (at_q, at_k, self.used)]
         return [q, k, v], numbers, bounds, (out, lse), exact
-
-
-class PlanFlags(NamedTuple):
-    LEFT: bool
-    RIGHT: bool
-    INTERVALS: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which key tiles blocks of rows take, in which order, and how many of them with a mask. A tile
-    too many, or one with a mask that needs none, costs time and changes no result.
-
-    It says what `masking.plan` says by other means: by sets of tiles.
-    """
-
-    queries: int
-    keys: int
-    left: int | None = None
-    right: int | None = None
-    intervals: int = 0  # if not 0, so many of each row, at random
-    rows: int = 128  # of a block
-    block_kv: int = 64
-
-    def __call__(self, module: ModuleType) -> list[Result]:
-        bounds, exact = self.bounds, self.exact
-        found = torch.full_like(exact, -1, dtype=torch.int32)
-        plan_kernel()[(self.blocks,)](
-            found, found if bounds is None else bounds, found.shape[1], self.queries, self.keys,
-            self.left or 0, self.right or 0, ROWS=self.rows, BLOCK_KV=self.block_kv,
-            FLAGS=PlanFlags(self.left is not None, self.right is not None, self.intervals),
-            num_warps=1,
-        )  # fmt: skip
-        return [Result("tiles", *(x.double() for x in (found, exact, exact)))]
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.queries // self.rows)
-
-    @cached_property
-    def bounds(self) -> Tensor | None:
-        """(queries, intervals, 2): rows of a block see much the same, tiles begin and end with
-        them, or nearly so; some see nothing, or not two intervals."""
-        if not self.intervals:
-            return None
-        g = torch.Generator().manual_seed(self.intervals)
-
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=g)
-
-        ends, tiles = 2 * self.intervals, self.keys // self.block_kv + 2
-        of_block = draw(0, tiles, self.blocks, 1, ends).sort(-1).values * self.block_kv
-        of_block = of_block + draw(-1, 2, self.blocks, 1, ends)
-        same = draw(0, 3, self.blocks, 1, 1) == 0
-        of_row = torch.where(same, 0, draw(-1, 2, self.blocks, self.rows, ends))
-        wild = draw(0, 8, self.blocks, self.rows, 1) == 0
-        of_row = torch.where(wild, draw(-90, 90, self.blocks, self.rows, ends), of_row)
-        bounds = (of_block + of_row).clamp(0, self.keys).sort(-1).values
-        bounds = bounds.flatten(0, 1)[: self.queries].unflatten(-1, (self.intervals, 2))
-        # What is empty lies before all keys or behind them.
-        block = torch.arange(self.queries)[:, None] // self.rows
-        none = torch.where(draw(0, 2, self.blocks) == 0, 0, self.keys)[block]
-        nobody = block % 8 == 3
-        empty = nobody | (draw(0, 8, self.queries, self.intervals) == 0)
-        empty = empty | (bounds[..., 0] >= bounds[..., 1])
-        bounds = torch.where(empty[..., None], none[..., None], bounds)
-        order = empty.int().argsort(dim=1, stable=True)[..., None].expand_as(bounds)
-        return bounds.gather(1, order).int()
-
-    @cached_property
-    def exact(self) -> Tensor:
-        return torch.tensor([self.numbers(block) for block in range(self.blocks)])
-
-    def of_rows(self, block: int) -> list[list[tuple[int, int]]]:
-        """By interval and row. A window goes on for rows beyond the end."""
-        first = block * self.rows
-        if self.bounds is not None:
-            of_intervals = self.bounds[first : first + self.rows].transpose(0, 1).tolist()
-            return [[(lo, hi) for lo, hi in pairs] for pairs in of_intervals]
-        position = first + self.keys - self.queries
-        every = self.queries + self.keys  # keys before or after any row
-        left, right = (every if x is None else x for x in (self.left, self.right))
-        at = range(position, position + self.rows)
-        return [[(max(p - left, 0), min(p + right + 1, self.keys)) for p in at]]
-
-    def numbers(self, block: int) -> list[int]:
-        """One past the last key that any row sees, how many tiles there are, how many of them are
-        masked, then they, then −1."""
-        end, clear_keys = 0, range(0)
-        taken: set[int] = set()
-        for pairs in self.of_rows(block):
-            ends = [pair for pair in pairs if pair[0] < pair[1]]
-            if ends:
-                low, high = min(lo for lo, _ in ends), max(hi for _, hi in ends)
-                taken |= {key // self.block_kv for key in range(low, high)}
-                end = max(end, high)
-            common = range(max(lo for lo, _ in pairs), min(hi for _, hi in pairs))
-            clear_keys = max(clear_keys, common, key=len)
-        taken = taken or {(self.keys - 1) // self.block_kv}
-        clear = {tile for tile in taken if self.keys_of(tile) <= set(clear_keys)}
-        if taken == clear:
-            clear.remove(max(clear))
-        order = sorted(taken - clear, reverse=True) + sorted(clear, reverse=True)
-        room = 2 * (-(-self.keys // self.block_kv) + 1)
-        return [end, len(order), len(taken - clear), *order, *[-1] * (room - len(order))]
-
-    def keys_of(self, tile: int) -> set[int]:
-        return set(range(tile * self.block_kv, (tile + 1) * self.block_kv))
-
-
-def plan_kernel() -> Any:
-    """Made anew for each call: what it calls may be under attack."""
-    masking = importlib.import_module("anyflash.kernels.hopper.masking")
-    schedule = importlib.import_module("anyflash.kernels.hopper.schedule")
-    Block, Limits, plan = schedule.Block, masking.Limits, masking.plan
-    masked_tile, clear_tile = masking.masked_tile, masking.clear_tile
-
-    @gluon.jit
-    def kernel(
-        out, bounds, width, queries, keys, left, right, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr,
-        FLAGS: gl.constexpr,
-    ):  # fmt: skip
-        zero = queries * 0
-        block = Block(zero, zero, gl.program_id(0) * ROWS, queries, keys, zero, zero)
-        tiles, end = plan(block, Limits(left, right, bounds, zero, zero), ROWS, BLOCK_KV, FLAGS)
-        out += gl.program_id(0) * width
-        gl.store(out, end)
-        gl.store(out + 1, tiles.masked + tiles.clear)
-        gl.store(out + 2, tiles.masked)
-        for j in range(tiles.masked + tiles.clear):
-            tile = gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
-            gl.store(out + 3 + j, tile)
-
-    return kernel

@@ -29,6 +29,7 @@ from anyflash.bench.hopper import (
     ablations,
     anchors,
     card,
+    first,
     goals,
     peers,
     power,
@@ -38,11 +39,12 @@ from anyflash.bench.hopper import (
     timing,
 )
 from anyflash.bench.hopper.check import Reference, poisoned, sample
+from anyflash.bench.hopper.first import CACHED, COLD, FirstCall
 from anyflash.bench.hopper.instruments import Instruments, Settings
 from anyflash.bench.hopper.peers import Contest, Refused, Run, attempt
 from anyflash.bench.hopper.power import Power, Reading, Sampler
 from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
-from anyflash.bench.hopper.rows import CUDNN, FA2, HOST, LIBRARY, OURS, ROWS, Inputs, Row
+from anyflash.bench.hopper.rows import CUDNN, FA2, FIRST, HOST, LIBRARY, OURS, ROWS, Inputs, Row
 from anyflash.bench.hopper.suite import run_row
 from anyflash.bench.hopper.timing import Burst, Load, Side, Span
 from anyflash.bench.machine import Machine
@@ -707,6 +709,9 @@ def a_result(one: Row, speed: float, sustained: float | None = None, **changes: 
     if one.measure == HOST:
         timed = Timing((0.03, 0.03), (0.02, 0.02), (5, 5), (5, 5))
         return replace(RowResult(one, errors, host=timed), **changes)
+    if one.measure == FIRST:
+        calls = {COLD: FirstCall(0.5, 3.0), CACHED: FirstCall(0.3, 0.125)}
+        return replace(RowResult(one, errors, first=calls), **changes)
     side = LIBRARY if one.measure == rows.PRODUCT else OURS
     other = one.against
     work = 1.0 if one.yardstick is None else one.flops / one.yardstick.flops
@@ -769,6 +774,41 @@ def test_a_run_that_misses_bars() -> None:
     assert not any(goals.failures(results[:3], whole=False).values())
     unknown = line(results[:3], "geometric mean of ours over the best, burst")
     assert unknown.met is None and unknown.figure == "–"
+
+
+def test_slow_first_calls() -> None:
+    results = a_run()
+    slow = {COLD: FirstCall(1.5, 3.0), CACHED: FirstCall(0.5, 0.1)}
+    assert results[-1].row.measure == FIRST
+    results[-1] = replace(results[-1], first=slow)
+    name = results[-1].row.name
+    assert goals.failures(results, whole=True)["bar missed"] == [name, f"{name}, {CACHED}"]
+    results[-1] = replace(results[-1], first={})
+    assert goals.failures(results, whole=True)["bar not measured"] == [name]
+
+
+def test_first_calls_are_measured_once_the_call_is_right() -> None:
+    calls = {COLD: FirstCall(0.5, 3.0), CACHED: FirstCall(0.3, 0.1)}
+    _, tools = made()
+    tools = replace(tools, first=lambda row: calls)
+    assert run_row(small(measure=FIRST, bar=4.0), SHORT, tools, contest=FAIR).first == calls
+    wrong = replace(FAIR, ours=lambda inputs: lambda: right(inputs)() + 1)
+    result = run_row(small(measure=FIRST, bar=4.0), SHORT, tools, contest=wrong)
+    assert not result.passed and not result.first
+
+
+def test_first_calls_come_from_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache that is empty, then filled."""
+    child = """
+import json, os, pathlib, sys
+mark = pathlib.Path(os.environ["TRITON_CACHE_DIR"], "compiled")
+print(json.dumps([float(sys.argv[3]), 0.5 if mark.exists() else 3.0]))
+mark.touch()
+"""
+    monkeypatch.setattr(first, "CHILD", child)
+    found = first.first_calls(row("first call, D=128"))
+    assert found == {COLD: FirstCall(128.0, 3.0), CACHED: FirstCall(128.0, 0.5)}
+    assert found[COLD].total == 131.0
 
 
 def test_shares_of_the_ceiling() -> None:
@@ -837,7 +877,8 @@ def test_a_spoilt_result_file_is_refused(spoil: Callable[[dict[str, Any]], None]
 
 def test_what_the_page_says(tmp_path: Path) -> None:
     results = a_run()
-    results[-2] = replace(results[-2], refusals={FA2: "too odd"})
+    at = [r.row.name for r in results].index("128 queries on 16384 keys")
+    results[at] = replace(results[at], refusals={FA2: "too odd"})
     results.append(a_result(ablations.ROWS[0], 2.0))
     report.write(a_report(results), tmp_path / "results" / "made-up.json")
     path = tmp_path / "performance.md"
@@ -853,6 +894,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     tflops = row("D=64, S=1024, dense").flops / 1e9
     assert f"| {tflops * 1.06:.0f} | {tflops:.0f} | 1500 | 1500 | 580 | 600 |" in sustained
     assert "| host cost of a small call | 1.50 | ≤ 2.00 | yes | 30.0 | 20.0 |" in text
+    assert "| first call, D=64 | ≤ 4 s | yes | 0.50 | 3.00 | 0.30 | 0.12 |" in text
     assert "| 128 queries on 16384 keys | FA2 | too odd |" in text
     assert "the table's tile" in text and ablations.PUBLISHED in text
     rate = row("D=128, S=16384, causal").flops / 1e9

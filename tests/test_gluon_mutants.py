@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from gluon_emulator import NotEmulated
 from gluon_mutants import Mutant, Result, Subject, caught, mutants, patches
+from gluon_plans import MaskFlags, Order, Plan
 from gluon_subjects import (
     PANELS,
     PANELS_OF_V,
-    PANELS_OF_V_LAZY,
     REGISTERS,
     SHARED,
     THREE,
@@ -26,7 +26,6 @@ from gluon_subjects import (
     TURNS,
     Hopper,
     Packed,
-    Plan,
     backward,
     forward,
     fp8,
@@ -89,6 +88,9 @@ SUBJECTS = {
             Hopper((1, 2, 1, 200, 70), SHARED, (80, 48), right=0, sink=(-math.inf, 0.5)),
             # One row of the second consumer does not see the first key of a tile.
             Hopper((1, 1, 1, 200, 200), left=62, scale=0.0),
+            # Sections of one head, of two, of all; sections without halves.
+            Order(2, 3, 1, 9, MaskFlags(False, True, 0)),
+            Order(1, 3, 2, 5, MaskFlags(True, True, 0)),
             # Nothing is seen at all: the window ends before it begins; no intervals are given.
             Hopper((1, 1, 1, 70, 200), left=-100, right=0),
             Hopper((1, 1, 1, 70, 200), intervals=("nothing",)),
@@ -97,7 +99,7 @@ SUBJECTS = {
             Hopper((1, 1, 1, 140, 137), PANELS_OF_V, (64, 96), programs=1, sink=(1.0,)),
             # Scores that grow from tile to tile by more than a weight may, in some of the rows.
             Hopper((1, 1, 1, 190, 260), THREE_TURNS, scale=1.0),
-            Hopper((1, 1, 1, 70, 200), PANELS_OF_V_LAZY, (64, 96), scale=3.0),
+            Hopper((1, 1, 1, 70, 200), PANELS_OF_V, (64, 96), scale=3.0),
             # Scores beyond which the exponent's slope is a power of two.
             Hopper((1, 1, 1, 70, 130), scale=1e8, dtype=torch.bfloat16),
             # Heads share a tile: two of the six, which have one key head; none under dropout.

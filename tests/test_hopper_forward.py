@@ -16,7 +16,7 @@ from torch import Tensor
 import plain
 from anyflash.kernels.hopper import launch as kernel
 from anyflash.kernels.hopper.operands import addressable
-from anyflash.kernels.hopper.tiles import ROWS, Columns, Tile, choose
+from anyflash.kernels.hopper.tiles import ROWS, Columns, Tile, choose, typical_keys
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
 from plain import Terms, assert_close, assert_same
@@ -31,9 +31,8 @@ def small(columns: int | Columns, **changes: Any) -> Tile:
 SMALL = small(64)
 WIDE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
 TURNS = small(64, pingpong=True)
-THREE_TURNS = small(64, consumers=3, pingpong=True, lazy=True, registers=(128, 160, 24))
-HALF = small(128, shared_out=True, lazy=True)
-OVERLAP = small(64, overlap=True)
+THREE_TURNS = small(64, consumers=3, pingpong=True, registers=(128, 160, 24))
+HALF = small(128, shared_out=True)
 IN_REGISTERS = small(64, q_registers=True)
 PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)
 MIXED = small(Columns(32, 3), v=Columns(128))
@@ -63,8 +62,7 @@ CASES = {
     "three consumers": Case((1, 2, 2, 400, 300), tile=WIDE, options={"right": 0}),
     "taking turns": Case((1, 3, 3, 300, 300), tile=TURNS, options={"right": 0}),
     "three take turns": Case((1, 3, 3, 300, 300), tile=THREE_TURNS, options={"right": 0}),
-    "overlap": Case((1, 2, 2, 200, 300), tile=OVERLAP, options={"right": 0}),
-    "lazy, large scores": Case((1, 2, 2, 200, 300), (128, 128), HALF, options={"scale": 30.0}),
+    "scores of 30, wide": Case((1, 2, 2, 200, 300), (128, 128), HALF, options={"scale": 30.0}),
     "output in Q's place": Case((1, 4, 2, 200, 200), (128, 128), tile=HALF, options={"right": 0}),
     "grouped": Case((2, 6, 2, 130, 130), layout="bshd"),
     "float16": Case((1, 2, 1, 200, 200), dtype=torch.float16, options={"right": 0}),
@@ -462,7 +460,10 @@ def test_no_queries() -> None:
 
 
 def test_tiles() -> None:
-    assert choose(64, 64, 2048).consumers == 2 and choose(64, 64, 2049).consumers == 3
+    assert choose(64, 64, 512).consumers == 2 and choose(64, 64, 513).consumers == 3
+    assert typical_keys(4096, None, None) == 4096 and typical_keys(4096, None, 0) == 1024
+    assert typical_keys(4096, 100, None) == 4096 and typical_keys(4096, 100, 0) == 101
+    assert typical_keys(4096, 100, -200) == 1
     columns = [choose(n, n, 4096).qk.total for n in (1, 64, 65, 96, 128, 129, 192, 193, 256)]
     assert columns == [64, 64, 96, 96, 128, 192, 192, 256, 256]
     assert choose(192, 128, 4096).v == Columns(64, 2)
@@ -503,9 +504,9 @@ def compiled(tile: Tile, dtype: torch.dtype = torch.bfloat16, **options: Any) ->
     return found
 
 
-# What ptxas may keep in local memory, outside of the loop over keys without a mask: three consumers
-# have 160 registers each, and the loop with a mask needs some for the limits of its rows.
-MOST_SPILLS = {2: 4, 3: 64}
+# What ptxas may keep in local memory outside of the loop over keys: three consumers have 160
+# registers each, and masks need some for the limits of rows.
+MOST_SPILLS = {2: 10, 3: 32}
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

@@ -92,22 +92,6 @@ TABLE: list[tuple[str, Callable[[re.Match, list], Any]]] = [
     ),
     (r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", lambda m, xs: halves(m[1], *xs)),
 ]
-TABLE.append(
-    # Products, skipped by a warp of which they would change nothing.
-    (
-        r"\{ \.reg \.pred one; setp\.eq\.f32 one, \$\d+, 0f3F800000;"
-        r" setp\.eq\.and\.f32 one, \$\d+, 0f3F800000, one;"
-        r" vote\.sync\.all\.pred one, one, 0xffffffff; @one bra KEEP;"
-        r"(?: mul\.f32 \$\d+, \$\d+, \$\d+;)+ KEEP: \}",
-        lambda _, xs: xs[0] * xs[1],
-    )
-)
-# A store that never happens, to keep the compiler from moving what it depends on.
-NEVER = (
-    r"\{ \.reg \.pred never; \.reg \.b32 nowhere; mov\.b32 nowhere, 0; mov\.f32 \$0, \$1;"
-    r" setp\.lt\.f32 never, \$1, 0f00000000; @never st\.volatile\.shared\.f32 \[nowhere\], \$1; \}"
-)
-TABLE.append((NEVER, lambda _, xs: xs[0]))
 TABLE += [
     (rf"{name} \$0, \$1;", lambda _, xs, f=f: elementwise(f, *xs))
     for name, f in (

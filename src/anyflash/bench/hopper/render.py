@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from anyflash.bench.hopper import ablations, anchors, goals
 from anyflash.bench.hopper.card import Card
+from anyflash.bench.hopper.first import CACHED, COLD
 from anyflash.bench.hopper.goals import WAYS, Line
 from anyflash.bench.hopper.instruments import Settings
 from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
@@ -14,6 +15,7 @@ from anyflash.bench.hopper.rows import (
     ATTENTION,
     CUDNN,
     FA2,
+    FIRST,
     HOST,
     LIBRARY,
     OURS,
@@ -80,6 +82,7 @@ def tables(results: Sequence[RowResult]) -> list[tuple[str, Table]]:
         ("Sustained", sustained_table(results)),
         ("Ceiling: a matrix product in the same run", ceiling_table(results)),
         ("What a small call costs the host", host_table(results)),
+        ("The first call of a process", first_table(results)),
         (VARIANTS_TITLE, variant_table(results)),
         ("What does not serve", refusal_table(results)),
         ("Errors against float64", error_table(results)),
@@ -105,7 +108,10 @@ def summary_table(results: Iterable[RowResult]) -> Table:
         if r.row.measure == VARIANTS:
             continue
         side = LIBRARY if r.row.measure == PRODUCT else OURS
-        first = r.host_ratio if r.row.measure == HOST else r.ratio(r.row.against)
+        if r.row.measure == FIRST:
+            first = r.first[COLD].total if r.first else None
+        else:
+            first = r.host_ratio if r.row.measure == HOST else r.ratio(r.row.against)
         best = " ".join(ratio(r.over_best(way)) for way in WAYS) if r.row.best else NOTHING
         rates = " ".join(_number(r.tflops(side, way)) for way in WAYS)
         cells = [ratio(first), ratio(r.ratio(r.row.against, SUSTAINED)), _bar(r), verdict(r), best]
@@ -174,6 +180,19 @@ def host_table(results: Iterable[RowResult]) -> Table:
     return head, rows
 
 
+def first_table(results: Iterable[RowResult]) -> Table:
+    parts = ("imports, s", "call, s")
+    head = ["row", "bar", "met", *(f"{name}: {part}" for name in (COLD, CACHED) for part in parts)]
+    rows = []
+    for r in results:
+        if r.row.measure != FIRST:
+            continue
+        calls = [r.first[name] for name in (COLD, CACHED)] if r.first else []
+        cells = [f"{x:.2f}" for call in calls for x in (call.imports, call.call)]
+        rows.append([r.row.name, _bar(r), verdict(r), *(cells or [NOTHING] * 4)])
+    return head, rows
+
+
 def variant_table(results: Iterable[RowResult]) -> Table:
     head = ["row", "variant", "over the table's tile", "over cuDNN", "TFLOP/s"]
     rows = []
@@ -218,6 +237,8 @@ def one_line(result: RowResult) -> str:
             parts.append(f"{way} {ratio(x)} of {row.against}")
         if product is not None:
             parts.append(f"{way} {number(product)} TFLOP/s")
+    if result.first:
+        parts += [f"{call.total:.2f} s {name}" for name, call in result.first.items()]
     if result.host_ratio is not None:
         parts.append(f"{ratio(result.host_ratio)} of {FA2}'s")
     said = verdict(result)
@@ -239,6 +260,8 @@ def _load(result: RowResult, side: str) -> list[str]:
 def _bar(result: RowResult) -> str:
     if result.row.bar is None:
         return NOTHING
+    if result.row.measure == FIRST:
+        return f"≤ {result.row.bar:g} s"
     return f"{'≤' if result.row.measure == HOST else '≥'} {result.row.bar:.2f}"
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyflash.bench.check import Check, Error
-from anyflash.bench.hopper.rows import CUDNN, HOST, OURS, Row
+from anyflash.bench.hopper.first import COLD, FirstCall
+from anyflash.bench.hopper.rows import CUDNN, FIRST, HOST, OURS, Row
 from anyflash.bench.hopper.timing import Burst, Load
 from anyflash.bench.timing import Timing
 
@@ -19,7 +20,8 @@ class RowResult:
     """A row, the errors of its check, and what was measured; nothing is, if the check failed.
 
     `refusals` says, for each side that does not serve the row, why. `sustained` is by side. `host`
-    holds the host's milliseconds of a call of ours and of FA2's.
+    holds the host's milliseconds of a call of ours and of FA2's, `first` the first calls of
+    processes, by what they find compiled.
     """
 
     row: Row
@@ -28,6 +30,7 @@ class RowResult:
     burst: Burst | None = None
     sustained: dict[str, Load] = field(default_factory=dict)
     host: Timing | None = None
+    first: dict[str, FirstCall] = field(default_factory=dict)
 
     @property
     def refused(self) -> bool:
@@ -97,6 +100,8 @@ class RowResult:
             return None
         if self.row.measure == HOST:
             return None if self.host_ratio is None else self.host_ratio <= bar
+        if self.row.measure == FIRST:
+            return self.first[COLD].total <= bar if self.first else None
         ratio = self.ratio(self.row.against, way)
         return None if ratio is None else ratio >= bar
 
@@ -125,6 +130,7 @@ class RowResult:
             "mhz": {side: load.mhz for side, load in self.sustained.items()},
             "joules_per_tflop": {side: self.joules_per_tflop(side) for side in self.sustained},
             "host_ratio": self.host_ratio,
+            "first_call_seconds": {name: call.total for name, call in self.first.items()},
             "check_passed": self.passed,
             "bar_met": self.met,
         }

@@ -17,9 +17,10 @@ from torch import Tensor
 from anyflash.bench.hopper import anchors
 from anyflash.errors import InvalidInput
 
-# What a row measures: a call of attention, a matrix product, what a call costs the host, or
-# variants of the kernel side by side.
-ATTENTION, PRODUCT, HOST, VARIANTS = "attention", "product", "host", "variants"
+# What a row measures: a call of attention, a matrix product, what a call costs the host, the first
+# call of a process, or variants of the kernel side by side.
+ATTENTION, PRODUCT, HOST = "attention", "product", "host"
+FIRST, VARIANTS = "first call", "variants"
 
 OURS, CUDNN, FA2, LIBRARY = "anyflash", "cuDNN", "FA2", "matrix library"  # sides
 
@@ -32,7 +33,8 @@ class Row:
     """One measurement, in bfloat16.
 
     `bar` is the least rate of ours over that of `against`: of cuDNN, or of ours on the `yardstick`;
-    of a row that measures the host it is the most of our cost over FA2's. `best` is what the
+    of a row that measures the host it is the most of our cost over FA2's, and of a first call the
+    most seconds with nothing compiled. `best` is what the
     fastest of the others reaches of cuDNN's speed. `window` is how many earlier keys a query sees
     besides its own. `lengths` are those of packed sequences; `queries` and `keys` are then their
     sum. A `product` is of queries × head_dim by head_dim × keys. `sustained` rows are held under
@@ -57,7 +59,7 @@ class Row:
     sustained: bool = False
 
     def __post_init__(self) -> None:
-        kinds = (ATTENTION, PRODUCT, HOST, VARIANTS)
+        kinds = (ATTENTION, PRODUCT, HOST, FIRST, VARIANTS)
         if self.measure not in kinds:
             expected = f"one of {', '.join(map(repr, kinds))}"
             raise InvalidInput(f"Row(measure) of {self.name!r}", repr(self.measure), expected)
@@ -177,6 +179,8 @@ ROWS = (
     _packed(),
     Row("128 queries on 16384 keys", 128, 16384, 128, 128, 16, 16),
     Row("host cost of a small call", 128, 128, 128, 128, 1, 1, measure=HOST, bar=2.0),
+    *(Row(f"first call, D={d}", 1024, 1024, d, d, 1, 1, measure=FIRST, bar=4.0)
+      for d in (64, 128, 256)),
 )  # fmt: skip
 
 

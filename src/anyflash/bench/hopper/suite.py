@@ -19,6 +19,7 @@ from anyflash.bench.hopper.rows import (
     ATTENTION,
     CUDNN,
     FA2,
+    FIRST,
     HOST,
     LIBRARY,
     OURS,
@@ -131,6 +132,20 @@ def _host(
     return replace(result, host=timed)
 
 
+def _first(
+    row: Row, settings: Settings, tools: Instruments, on_round: OnRound, contest: Contest
+) -> RowResult:
+    """The first call of a process, after the same call was right in this one."""
+    inputs = Inputs.of(row, tools.device)
+    try:
+        with poisoned():
+            out = contest.ours(inputs)()
+    except Unsupported as error:
+        return RowResult(row, refusals={OURS: reason(error)})
+    result = RowResult(row, (Reference(inputs).error(out, None),))
+    return replace(result, first=tools.first(row)) if result.passed else result
+
+
 def _measure(
     result: RowResult,
     sides: Sequence[Side],
@@ -155,4 +170,6 @@ def _measure(
     return replace(result, sustained=dict(loads))
 
 
-RUNNERS = {ATTENTION: _attention, PRODUCT: _product, HOST: _host, VARIANTS: ablations.run}
+RUNNERS = {
+    ATTENTION: _attention, PRODUCT: _product, HOST: _host, FIRST: _first, VARIANTS: ablations.run
+}  # fmt: skip

@@ -4,12 +4,14 @@ A program takes blocks of 64 · CONSUMERS rows, queries of one head, one after t
 each of them walks over the tiles of BLOCK_KV keys that its rows see, those that need a mask first:
 
     m, l, O = −∞, 0, 0
-    S = Q K^T                              [64, BLOCK_KV] in each consumer
     for each tile:
-        P, m', l' = softmax of S over what came before
-        S' = Q K'^T                        of the next tile
-        O *= 2^(m − m')                    while the tensor cores have that
-        O += P V                           [64, Dv], of this tile
+        S = Q K^T                          [64, BLOCK_KV] in each consumer, and with it
+        O += P V                           [64, Dv], of the tile before
+        P = 2^(S − m)
+        where sums of P say that m is too low:
+            m, O, l = largest S so far, O and l rescaled; P once more
+        l += sum of P
+    O += P V
     out, lse = O / l, ln 2 · (m + log2 l)
 
 One warp, the producer, starts all copies from global memory; each consumer is a warpgroup with 64
@@ -26,10 +28,10 @@ where their number is no power of two: 96 is 3 · 32, 192 is 3 · 64.
 HEADS query heads that have one key head may stand in the rows of one consumer, 64 / HEADS positions
 of each: a few queries then fill a tile, and keys are read once for all of them.
 
-The exponentials of a tile come after the wait for P V of the one before: ptxas moves them there,
-and they run while other consumers multiply. Held in front of it (OVERLAP), so that they overlap P V
-within a consumer, as in algorithm 2 of the source, they are 0.96 of the speed. Scaling O under the
-next S = Q K^T, instead of after P V, is 1.04 at D = 256 and 1.01 elsewhere.
+While a consumer exponentiates it has no product in flight: ptxas moves exponentials behind the wait
+for P V in any case, consumers overlap each other instead, and held in front of it (algorithm 2 of
+the source) they were 0.96 of the speed. So a branch costs nothing there, as it would while products
+are in flight: ptxas then lets none overlap another (C7510).
 
 Source: FlashAttention-3 (Shah et al., 2024), algorithms 1 and 2.
 """
@@ -52,9 +54,8 @@ from anyflash.kernels.hopper.dropout import Dropout, drop
 from anyflash.kernels.hopper.masking import (
     Limits,
     Tiles,
-    clear_tile,
     mask_scores,
-    masked_tile,
+    nth_tile,
     plan,
 )
 from anyflash.kernels.hopper.pipeline import channel, matrix, place
@@ -72,13 +73,13 @@ from anyflash.kernels.hopper.schedule import (
 )
 from anyflash.kernels.hopper.softmax import (
     LN2,
-    hold,
+    any_too_large,
     logits,
-    online_softmax,
     pack,
-    rescale,
-    sum_in_thread,
+    slope,
     unpack,
+    weigh,
+    weigh_anew,
     with_sink,
 )
 
@@ -100,9 +101,7 @@ class Numbers(NamedTuple):
     scale_log2: Any  # what scores are multiplied by in the exponent
     scale: Any  # what they are multiplied by before, under SCALED and SOFTCAP
     softcap: Any
-    slack: Any  # by how much a score may exceed a row's reference under LAZY
-    steep: Any  # beyond this reference the exponent's slope is
-    power: Any  # instead of scale_log2: the least power of two that is no smaller
+    power: Any  # the least power of two that is no smaller than scale_log2
     kept: Any  # under DROPOUT, what the output is multiplied by: 1 / (1 − dropout), 0 if all drop
 
 
@@ -121,10 +120,20 @@ class Flags(NamedTuple):
     DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
     PANELS: Any  # boxes that make up a tile of Q or K, and of V or the output
     PINGPONG: Any  # consumers take turns at the tensor cores
-    OVERLAP: Any  # exponentials come before the wait for P V
-    LAZY: Any  # O is rescaled after P V, and only where a row's reference has to change
     SHARED: Any  # the output takes the place of Q in shared memory
     Q_REGISTERS: Any  # Q is multiplied from registers instead of shared memory
+
+
+class Job(NamedTuple):
+    """What a consumer does with its block."""
+
+    block: Any
+    row: Any  # the first of mine, counted from the sequence's first
+    rows: Any  # all of mine
+    head: Any  # of all batch elements together
+    limits: Any
+    numbers: Any
+    dropout: Any
 
 
 @gluon.jit
@@ -181,15 +190,6 @@ def scale_rows(o, factor):
 
 
 @gluon.jit
-def rescale_rows(o, factor):
-    """`scale_rows` by factors that are mostly 1."""
-    scaled = ()
-    for n in gl.static_range(len(o)):
-        scaled = scaled + (rescale(o[n], factor),)  # noqa: RUF005
-    return scaled
-
-
-@gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     descs, q, k, v, draw, limits = work
     schedule, packing, counter, total = sources
@@ -207,18 +207,14 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         if FLAGS.PACKED:
             block = packed_block(number, schedule, packing, BLOCK_Q)
         else:
-            block = dense_block(number, schedule, BLOCK_Q)
+            block = dense_block(number, schedule, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
         draw.give(ticket(block, tiles, FLAGS), turn)
         number = total
         if FLAGS.DYNAMIC:
             number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        for w in gl.static_range(CONSUMERS):
-            row = block.row + w * POSITIONS
-            place_q = corner(block, block.head * FLAGS.HEADS, row, FLAGS.PACKED, True)
-            q.fill(descs.q, place_q, w, turn & 1)
         for j in range(tiles.masked + tiles.clear):
-            tile = gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
+            tile = nth_tile(j, tiles, FLAGS)
             slot, phase = place(step, SLOTS)
             head_kv = block.head // schedule.group
             place_k = corner(block, head_kv, tile * BLOCK_KV, FLAGS.PACKED, False)
@@ -228,6 +224,11 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 start = block.k_start if FLAGS.PACKED else block.batch * limits.v_rows
                 place_v = ragged(start, seen, head_kv, tile * BLOCK_KV)
             k.fill(descs.k, place_k, slot, phase)
+            if j == 0:  # after K, whose slot is free before the block is done that has Q's place
+                for w in gl.static_range(CONSUMERS):
+                    row = block.row + w * POSITIONS
+                    place_q = corner(block, block.head * FLAGS.HEADS, row, FLAGS.PACKED, True)
+                    q.fill(descs.q, place_q, w, turn & 1)
             v.fill(descs.v, place_v, slot, phase)
             step += 1
         turn += 1
@@ -235,29 +236,21 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, sums, tile, job, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """`online_softmax` of a tile's scores."""
-    block, row, rows, limits, numbers, dropout, head = job
-    BLOCK_KV: gl.constexpr = s.shape[1]
-    s = logits(s, numbers, FLAGS)
-    if MASKED:
-        s = mask_scores(s, tile * BLOCK_KV, rows, block, limits, FLAGS)
-    p, shrink, sums = online_softmax(s, sums, numbers, FLAGS.LAZY)
+def operand(p, tile, job, dtype: gl.constexpr, FLAGS: gl.constexpr):
+    """A tile's weights as the product with V takes them."""
     if FLAGS.DROPOUT:  # of the weights only: sums are of all
-        p = drop(p, head, row, tile * BLOCK_KV, dropout)
-    return p, shrink, sums
+        p = drop(p, job.head, job.row, tile * p.shape[1], job.dropout)
+    return pack(p, dtype)
 
 
 @gluon.jit
 def walk(
-    sources, job, tiles, state, begin, end, MASKED: gl.constexpr, WHO: gl.constexpr,
-    CONSUMERS: gl.constexpr, FLAGS: gl.constexpr,
-):  # fmt: skip
-    """Go over the key tiles `begin` to `end` of a block: S of each in flight together with P V of
-    the one before. One body, compiled with and without a mask: a branch inside it would cut the
-    exponentials off from the products (7 % at D = 128, S = 16 K dense)."""
+    sources, job, tiles, state, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr
+):
+    """Go over the key tiles of a block but the first: S of each in flight together with P V of the
+    one before."""
     q_tile, k, v = sources
-    p, o, shrink, sums, step = state
+    p, o, shift, sums, step = state
     SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
@@ -266,36 +259,35 @@ def walk(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, k_width=2)
     dtype: gl.constexpr = k.tiles.dtype
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
-    for j in range(begin, end):
+    for j in range(1, tiles.masked + tiles.clear):
         v_slot, v_phase = place(step, SLOTS)
         step += 1
         slot, phase = place(step, SLOTS)
         k.wait(slot, phase)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
         s = multiply(q_tile, k, slot, s_zero)
-        if not FLAGS.LAZY:
-            o = scale_rows(o, shrink)
         v.wait(v_slot, v_phase)
         started = accumulate(unpack(p, dtype, p_layout), v, v_slot, o)
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
-        s = warpgroup_mma_wait(v.PANELS, [s])  # P V goes on
+        finished = finish((s,) + started)  # noqa: RUF005
+        s = finished[0]
+        o = finished[1:]
+        tile = nth_tile(j, tiles, FLAGS)
+        s = logits(s, job.numbers, FLAGS)
+        if j < tiles.masked:
+            s = mask_scores(s, tile * BLOCK_KV, job.rows, job.block, job.limits, FLAGS)
+        # Not before that branch: here their barriers hide among the exponentials.
         k.release(slot)
-        if MASKED:
-            tile = masked_tile(j, tiles, FLAGS)
-        else:
-            tile = clear_tile(j, tiles)
-        wide, shrink, sums = weights(s, sums, tile, job, MASKED, FLAGS)
-        if FLAGS.OVERLAP:
-            reference, shift, row_sum = sums
-            sums = (reference, shift, hold(row_sum))
-        o = finish(started)
         v.release(v_slot)
-        # Not before: while registers are written that a product in flight reads, ptxas lets no
-        # product overlap another (C7513).
-        p = pack(wide, dtype)
-        if FLAGS.LAZY:  # a branch, while no product is in flight: ptxas lets none pass it (C7510)
-            o = rescale_rows(o, shrink)
-    return p, o, shrink, sums, step
+        weights, part = weigh(s, shift, job.numbers)
+        p = operand(weights, tile, job, dtype, FLAGS)
+        if any_too_large(part):
+            weights, part, shift, factor = weigh_anew(s, shift, job.numbers)
+            p = operand(weights, tile, job, dtype, FLAGS)
+            o = scale_rows(o, factor)
+            sums *= gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None]
+        sums += part
+    return p, o, shift, sums, step
 
 
 @gluon.jit
@@ -327,7 +319,7 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         rows = row + mine % POSITIONS
         row_heads = block.head * FLAGS.HEADS + mine // POSITIONS
         head = block.batch * heads + block.head  # without HEADS, as under DROPOUT
-        job = (block, row, rows, limits, numbers, dropout, head)
+        job = Job(block, row, rows, head, limits, numbers, dropout)
 
         q.wait(WHO, turn & 1)
         q_tile = ()
@@ -345,32 +337,28 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
         nothing = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        sums = (nothing, nothing, sum_in_thread(s_zero))
-        first = masked_tile(0, tiles, FLAGS)
-        p, shrink, sums = weights(s, sums, first, job, True, FLAGS)
-        p = pack(p, dtype)
+        first = nth_tile(0, tiles, FLAGS)
+        s = logits(s, numbers, FLAGS)
+        s = mask_scores(s, first * BLOCK_KV, rows, block, limits, FLAGS)
+        p, sums, shift, _ = weigh_anew(s, nothing, numbers)
+        p = operand(p, first, job, dtype, FLAGS)
         o = ()
         for _n in gl.static_range(v.PANELS):
             o = o + (gl.zeros([ROWS, WIDTH], gl.float32, o_layout),)  # noqa: RUF005
 
-        state = (p, o, shrink, sums, step)
-        end = tiles.masked + tiles.clear
-        state = walk(sources, job, tiles, state, 1, tiles.masked, True, WHO, CONSUMERS, FLAGS)
-        state = walk(sources, job, tiles, state, tiles.masked, end, False, WHO, CONSUMERS, FLAGS)
-        p, o, shrink, sums, step = state
+        state = (p, o, shift, sums, step)
+        state = walk(sources, job, tiles, state, WHO, CONSUMERS, FLAGS)
+        p, o, shift, sums, step = state
         if not FLAGS.SHARED:
             q.release(WHO)
         slot, phase = place(step, SLOTS)
         step += 1
-        if not FLAGS.LAZY:
-            o = scale_rows(o, shrink)
         v.wait(slot, phase)
         o = finish(accumulate(unpack(p, dtype, p_layout), v, slot, o))
         v.release(slot)
 
-        reference, _, row_sum = sums
-        row_max = reference * numbers.scale_log2
-        total_sum = gl.convert_layout(gl.sum(row_sum, 1), s_rows)
+        row_max = shift * (numbers.scale_log2 / slope(shift, numbers))
+        total_sum = gl.convert_layout(gl.sum(sums, 1), s_rows)
         if FLAGS.SINK:
             sink = gl.load(sink_ptr + row_heads)
             shrink, row_max, total_sum = with_sink(row_max, total_sum, sink)

@@ -22,13 +22,15 @@ from anyflash.kernels.hopper.operands import (
 )
 from anyflash.kernels.hopper.schedule import Packing
 from anyflash.kernels.hopper.softmax import LOG2E
-from anyflash.kernels.hopper.tiles import Tile, choose
+from anyflash.kernels.hopper.tiles import Tile, choose, typical_keys
 from anyflash.rng import keep_threshold
 
 FORWARD = Kernel(forward_kernel)
-# Of 1, 4, 8, 16 and all heads, the best or close to it for every D and length of the table in
-# tiles.py: at D = 128, S = 1 K dense 1.00 (1: 0.97, all: 0.87), causal 16 K 1.23 (1: 1.12).
-SECTION = 16
+# Bytes of K and V that a section of heads may have. More than a part of the 50 MB of L2, and they
+# are read from DRAM, which costs energy: at D = 128, S = 16 K dense, sections of 8, 16, 32 and 128
+# MiB are under load 1.08, 1.04, 1.03 and 0.96 of cuDNN, causal 1.13, 1.12, 1.13 and 1.10; bursts
+# do not show it (1.05, 1.05, 1.05 and 1.05).
+SECTION_BYTES = 8 * 2**20
 
 
 class Options(NamedTuple):
@@ -44,6 +46,7 @@ class Options(NamedTuple):
     seed: Tensor | None = None
     tile: Tile | None = None
     share: int | None = None
+    section: int | None = None
     programs: int | None = None
 
 
@@ -67,6 +70,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         tile: None chooses from the table.
         share: how many query heads with one key head stand in a tile, a power of two that divides
             Hq / Hkv, at most 64; None chooses.
+        section: how many heads, or `share` of them each, are worked on side by side; None chooses.
         programs: how many run side by side; None is one for each multiprocessor.
 
     Returns:
@@ -140,6 +144,7 @@ class Plan(NamedTuple):
     share: int  # query heads in one tile
     blocks: int  # of one head, or of `share` of them; packed: at most
     total: int  # of all heads
+    section: int  # heads, or `share` of them each, that are worked on side by side
     programs: int
     flags: Flags
     numbers: Numbers
@@ -156,7 +161,8 @@ SCALES = (2.0**-64, 2.0**64)
 @lru_cache(maxsize=KEPT)
 def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
     """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
-    tile = o.tile or choose(heads.columns, heads.columns_v, _seen(lengths, o))
+    keys = typical_keys(lengths.longest_k, o.left, o.right)
+    tile = o.tile or choose(heads.columns, heads.columns_v, keys)
     share = o.share or _share(lengths, heads, o, tile.block_q)
     if share > _most_shared(heads, o) or share & (share - 1):
         raise ValueError(f"share: {share} heads of {heads}, dropout {o.dropout}")
@@ -174,12 +180,11 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1], SOFTCAP=o.softcap != 0,
         SINK=o.sink is not None, DROPOUT=o.dropout != 0, PACKED=lengths.packed, HEADS=share,
         DYNAMIC=total > programs, PANELS=(tile.qk.boxes, tile.v.boxes), PINGPONG=tile.pingpong,
-        OVERLAP=tile.overlap, LAZY=tile.lazy, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
+        SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
     )  # fmt: skip
     slope = LOG2E.value * (1.0 if flags.SCALED else o.scale)
     numbers = Numbers(
-        slope, float(o.scale), float(o.softcap), slack=8 / slope, steep=2.0**26 / slope,
-        power=2.0 ** math.ceil(math.log2(slope)),
+        slope, float(o.scale), float(o.softcap), power=2.0 ** math.ceil(math.log2(slope)),
         kept=0.0 if o.dropout >= 1 else 1 / (1 - o.dropout),
     )  # fmt: skip
     # Any window reaches no further than all rows and keys: positions stay within 32 bits.
@@ -190,19 +195,12 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
         "CONSUMERS": tile.consumers, "KV_SLOTS": tile.kv_slots, "FLAGS": flags,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
     }  # fmt: skip
+    section = o.section or _section(lengths, heads, share)
     programs = min(programs, total)
     return Plan(
-        lengths, tile, share, blocks, total, programs, flags, numbers, left, right, constants
-    )
-
-
-def _seen(lengths: Lengths, o: Options) -> int:
-    """How many keys a row sees on average of a long sequence: half of them if causal."""
-    keys = lengths.longest_k
-    seen = keys if o.right is None else keys // 2
-    if o.left is not None and o.right is not None:
-        seen = min(seen, max(o.left + o.right + 1, 1))
-    return seen
+        lengths, tile, share, blocks, total, section, programs, flags, numbers, left, right,
+        constants,
+    )  # fmt: skip
 
 
 def _share(lengths: Lengths, heads: Heads, o: Options, block_q: int) -> int:
@@ -212,6 +210,13 @@ def _share(lengths: Lengths, heads: Heads, o: Options, block_q: int) -> int:
     while share < most and share * lengths.longest_q < block_q:
         share *= 2
     return share
+
+
+def _section(lengths: Lengths, heads: Heads, share: int) -> int:
+    bytes_of_one = 2 * lengths.longest_k * (heads.columns + heads.columns_v)
+    heads_kv = max(1, SECTION_BYTES // bytes_of_one)
+    all_heads = heads.heads * (1 if lengths.packed else lengths.batch)
+    return min(heads_kv * (heads.heads // heads.heads_kv), all_heads) // share
 
 
 def _most_shared(heads: Heads, o: Options) -> int:
@@ -330,7 +335,7 @@ def _arguments(
         lengths.queries, lengths.keys, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries, v_rows,
         threshold - (threshold >> 31 << 32),  # its bits as an int32
-        lengths.batch, heads // share, heads // heads_kv // share, SECTION, plan.total,
+        lengths.batch, heads // share, heads // heads_kv // share, plan.section, plan.total,
     )  # fmt: skip
 
 

@@ -36,17 +36,19 @@ class Block(NamedTuple):
 class Schedule(NamedTuple):
     """The blocks of all heads in the order of their numbers.
 
-    Heads come in sections. In a section the head runs fastest and blocks go from the last, which
-    under a causal mask is the longest, to the first. The smaller a section, the more of its keys
-    and values are in L2; the larger, the better long and short blocks even out.
+    Heads come in sections, whose keys and values stay in L2 while they are read. In a section the
+    head runs fastest and blocks go from the last, which under a causal mask is the longest, to the
+    first, or in a packed batch through its sequences, each from its last block to its first.
 
-    In a packed batch the head runs fastest too, then the blocks of a sequence, then the sequences.
+    Under a causal mask all heads do the later half of their blocks, then half of what is left, and
+    so on: the blocks that even out what programs have done come last, and short, whatever the
+    number of sections. The keys of a head are fewer each time by half, and sections twice as large.
     """
 
     batch: Any
     heads: Any  # of queries, or, under HEADS, groups of them
     group: Any  # of these have one key head
-    section: Any  # batch · heads of one section; not of a packed batch
+    section: Any  # as many of batch · heads, packed of heads, are one section
     queries: Any  # of each batch element; not of a packed batch
     keys: Any
 
@@ -61,14 +63,29 @@ class Packing(NamedTuple):
 
 
 @gluon.jit
-def dense_block(number, schedule, BLOCK_Q: gl.constexpr):
-    blocks = gl.cdiv(schedule.queries, BLOCK_Q)
-    heads = schedule.batch * schedule.heads
-    before = number // (schedule.section * blocks) * schedule.section
-    width = gl.minimum(schedule.section, heads - before)
+def split(number, heads, section, blocks):
+    """(head, block) of a number, where each head has so many blocks."""
+    before = number // (section * blocks) * section
+    width = gl.minimum(section, heads - before)
     inside = number - before * blocks
-    head = before + inside % width
-    row = (blocks - 1 - inside // width) * BLOCK_Q
+    return before + inside % width, inside // width
+
+
+@gluon.jit
+def dense_block(number, schedule, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
+    heads = schedule.batch * schedule.heads
+    section = schedule.section
+    begin = 0
+    end = gl.cdiv(schedule.queries, BLOCK_Q)
+    if FLAGS.RIGHT and not FLAGS.LEFT:
+        begin = end // 2
+        while (begin > 0) & (number >= heads * (end - begin)):
+            number -= heads * (end - begin)
+            end = begin
+            begin = end // 2
+            section = gl.minimum(2 * section, heads)
+    head, block = split(number, heads, section, end - begin)
+    row = (end - 1 - block) * BLOCK_Q
     batch = head // schedule.heads
     return Block(batch, head % schedule.heads, row, schedule.queries, schedule.keys, 0, 0)
 
@@ -76,8 +93,8 @@ def dense_block(number, schedule, BLOCK_Q: gl.constexpr):
 @gluon.jit
 def packed_block(number, schedule, packing, BLOCK_Q: gl.constexpr):
     """One warp looks at 256 sequences at a time; how many of them begin no later is the answer."""
-    head = number % schedule.heads
-    block = number // schedule.heads
+    blocks = gl.load(packing.first_block + schedule.batch)
+    head, block = split(number, schedule.heads, schedule.section, blocks)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = -1
     for begin in range(0, schedule.batch, 256):

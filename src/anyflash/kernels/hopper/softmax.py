@@ -1,9 +1,15 @@
 """The running softmax of one warpgroup, in powers of two.
 
-Weights are powers of two of scores less a reference; their sums and, in the caller's hands, the
-output so far are rescaled when the reference changes. Source: Milakov and Gimelshein, "Online
-normalizer calculation for softmax" (2018), as used by FlashAttention (Dao et al., 2022, algorithm
-1); that it need not be the largest score: FlashAttention-4 (2026).
+Weights are powers of two of scores less a reference, a score of the row; their sums and, in the
+caller's hands, the output so far are rescaled when the reference changes. Source: Milakov and
+Gimelshein, "Online normalizer calculation for softmax" (2018), as used by FlashAttention (Dao et
+al., 2022, algorithm 1); that it need not be the largest score: FlashAttention-4 (2026).
+
+No maximum is looked for in most tiles. Weights are taken relative to the reference as it is, and
+their sums, which are needed anyway, tell whether it was too low: only then are the row's largest
+scores the new references, and the tile is weighed once more. In a tile of 64 · 128 scores that
+saves 130 of 450 instructions, two for each score: the maximum and the rescaling of the output. At
+D = 64, S = 16 K it is 1.07 of the speed, under load 1.06.
 """
 
 from triton.experimental import gluon
@@ -11,6 +17,10 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# The most that the weights in a thread's part of a row and tile may add up to, 2^14, as the bits of
+# a float32: they fit float16. Smaller weights lose nothing to a low reference.
+MOST = gl.constexpr(0x46800000)
+STEEP = gl.constexpr(2.0**26)  # see `slope`
 
 
 @gluon.jit
@@ -73,76 +83,52 @@ def logits(s, numbers, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, state, numbers, LAZY: gl.constexpr):
-    """(weights, factor for what was summed before, new state) of a tile of scores.
+def slope(shift, numbers):
+    """What scores of a row are multiplied by in the exponent.
 
-    The state of a row is its reference, a score, the reference as an exponent, and the sums of its
-    weights. The reference is the largest score so far, or, under LAZY, one that the largest exceeds
-    by less than a factor of 2^8 in the weights: then the factor is 1 for most tiles.
-
-    A weight is 2^(s · slope − shift) by one fused multiply-add; 2^((s − reference) · slope) takes
-    one more and would cost 6 %. The rounding of shift = reference · slope shifts all weights of a
-    row alike, which matters only where it leaves the range of numbers. Beyond `steep` the slope is
-    therefore a power of two, no smaller than the true one, and nothing is rounded: there, scores
-    that differ in their last bit have weights 2^4 or more apart.
+    A weight is 2^(s · slope − shift) by one fused multiply-add, with shift = reference · slope;
+    2^((s − reference) · slope) takes one more and would cost 6 %. The rounding of the shift shifts
+    all weights of a row alike, which matters only where it leaves the range of numbers. Beyond
+    STEEP the slope is therefore a power of two, no smaller than the true one, and nothing is
+    rounded: there, scores that differ in their last bit have weights 2^4 or more apart.
     """
-    reference, shift, row_sum = state
-    largest = gl.max(s, 1)
-    if LAZY:
-        reference = gl.where(largest > reference + numbers.slack, largest, reference)
-    else:
-        reference = gl.maximum(reference, largest)
-    slope = gl.where(gl.abs(reference) > numbers.steep, numbers.power, numbers.scale_log2)
-    new_shift = reference * slope
-    # A row that has seen no key has reference −inf, and −inf − −inf is NaN: subtract 0 instead.
-    subtract = gl.where(reference == -float("inf"), 0.0, new_shift)
-    p = gl.exp2(s * slope[:, None] - subtract[:, None])
-    shrink = gl.exp2(shift - subtract)
-    part = sum_in_thread(p)
-    shrink_sum = gl.convert_layout(shrink, gl.SliceLayout(1, part.type.layout))
-    return p, shrink, (reference, new_shift, row_sum * shrink_sum[:, None] + part)
+    return gl.where(gl.abs(shift) > STEEP, numbers.power, numbers.scale_log2)
 
 
 @gluon.jit
-def hold(x):
-    """x, and what was computed for it is, before any product is waited for that comes after.
-
-    ptxas moves arithmetic behind such a wait, but no store: this one never happens.
-    """
-    text: gl.constexpr = (
-        "{ .reg .pred never; .reg .b32 nowhere; mov.b32 nowhere, 0; mov.f32 $0, $1; "
-        "setp.lt.f32 never, $1, 0f00000000; @never st.volatile.shared.f32 [nowhere], $1; }"
-    )
-    return gl.inline_asm_elementwise(text, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _rescale_text(n):
-    """Of the n numbers of a thread, the first two and the next two are of its two rows."""
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return (
-        f"{{ .reg .pred one; setp.eq.f32 one, ${2 * n}, 0f3F800000; "
-        f"setp.eq.and.f32 one, ${2 * n + 2}, 0f3F800000, one; "
-        f"vote.sync.all.pred one, one, 0xffffffff; @one bra KEEP; {products} KEEP: }}"
-    )
-
-
-@gluon.constexpr_function
-def _rescale_constraints(n):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+def weigh(s, shift, numbers):
+    """(weights, `sum_in_thread` of them) of a tile of scores. Of a row without a reference, whose
+    shift is −inf, both are infinite or NaN."""
+    p = gl.exp2(s * slope(shift, numbers)[:, None] - shift[:, None])
+    return p, sum_in_thread(p)
 
 
 @gluon.jit
-def rescale(o, factor):
-    """o · factor, row by row; a warp whose factors are all 1 skips it."""
-    N: gl.constexpr = o.shape[1] // 2  # numbers of a thread
-    text: gl.constexpr = _rescale_text(N)
-    constraints: gl.constexpr = _rescale_constraints(N)
-    factors = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
-    factors = factors + gl.zeros_like(o)
-    return gl.inline_asm_elementwise(
-        text, constraints, [o, factors], dtype=gl.float32, is_pure=True, pack=N
-    )
+def any_too_large(sums):
+    """Whether some row needs another reference; the same in all threads of the warpgroup.
+
+    From each warp one number goes through shared memory, and each thread looks at all of them:
+    reduced to one number the usual way they go there and back twice (D = 64 with two consumers:
+    0.93 of the speed).
+    """
+    COUNT: gl.constexpr = sums.shape[0] * sums.shape[1]
+    bits = gl.abs(sums).to(gl.int32, bitcast=True)  # in the order of the sums, NaN last
+    of_warps = gl.max(bits.reshape([4, COUNT // 4]), 1)
+    everywhere: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    return gl.max(gl.convert_layout(of_warps, everywhere), 0) > MOST
+
+
+@gluon.jit
+def weigh_anew(s, shift, numbers):
+    """(weights, `sum_in_thread` of them, new shift, factor for what was summed before), with the
+    largest scores so far as references."""
+    reference = gl.maximum(shift / slope(shift, numbers), gl.max(s, 1))
+    new = reference * numbers.scale_log2
+    new = gl.where(gl.abs(new) > STEEP, reference * numbers.power, new)
+    factor = gl.where(shift == -float("inf"), 0.0, gl.exp2(shift - new))
+    # A row that has seen no key still has none, and −inf − −inf is NaN: subtract 0 instead.
+    p, sums = weigh(s, gl.where(new == -float("inf"), 0.0, new), numbers)
+    return p, sums, new, factor
 
 
 @gluon.jit

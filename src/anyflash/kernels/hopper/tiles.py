@@ -18,6 +18,8 @@ from typing import NamedTuple
 SHARED_BYTES = 232448
 # Registers of a multiprocessor. The producer's warp counts as a warpgroup.
 REGISTERS = 65536
+# Registers of a thread where there are three consumers.
+THREE = (128, 160, 24)
 TICKET_BYTES = 13 * 16  # each of its numbers is aligned
 # Columns that one box can have: what a wgmma multiplies, and powers of two because Gluon's are.
 WIDTHS = (32, 64, 128, 256)
@@ -45,8 +47,6 @@ class Tile:
     block_kv: int
     kv_slots: int  # of K, and of V
     pingpong: bool = False  # consumers take turns at the tensor cores
-    overlap: bool = False  # exponentials of a consumer come before its wait for P V
-    lazy: bool = False  # the output is rescaled only where a row's largest score grows much
     shared_out: bool = False  # the output takes Q's place, and the next Q waits for it
     q_registers: bool = False  # Q is multiplied from registers instead of shared memory
     registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     """When a tile is taken; the first row that fits is."""
 
     tile: Tile
-    most_keys: int | None = None  # that a row of queries sees on average
+    most_keys: int | None = None  # `typical_keys`
 
 
 # Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 times the speed at
@@ -93,13 +93,18 @@ class Row(NamedTuple):
 # 1.1, but then lse is that of rounded weights; D = 128 and 256: 0.93).
 ROWS = (
     # With two consumers Q in registers is worth 1.12, and short sequences fill blocks of 128 rows
-    # better than blocks of 192. Dense 0.98, 1.03, 1.04, causal 1.00, 1.09, 1.10.
+    # better than blocks of 192.
     Row(
-        Tile(Columns(64), Columns(64), consumers=2, block_kv=128, kv_slots=2, q_registers=True),
-        most_keys=2048,
+        Tile(
+            *(Columns(64), Columns(64)),
+            consumers=2,
+            block_kv=128,
+            kv_slots=2,
+            pingpong=True,
+            q_registers=True,
+        ),
+        most_keys=512,
     ),
-    # Dense 0.99, 1.12, 1.18, causal 0.65, 1.03, 1.19; without ping-pong 0.96 of it, lazy 0.95. With
-    # Q in registers three consumers spill.
     Row(
         Tile(
             *(Columns(64), Columns(64)),
@@ -107,36 +112,42 @@ ROWS = (
             block_kv=128,
             kv_slots=2,
             pingpong=True,
-            registers=(128, 160, 24),
+            registers=THREE,
         )
     ),
-    # At 4 K dense 1.13, causal 1.28; filled up to 128 columns 1.10, 1.26, and as 3 · 32 columns of
-    # V too 0.93, 1.24.
-    Row(Tile(Columns(32, 3), Columns(128), consumers=2, block_kv=128, kv_slots=2)),
-    # Dense 1.05, 1.09, 1.11, causal 1.10, 1.25, 1.27; with all of Q in registers 0.97 of it, with
-    # ping-pong 1.00, lazy 0.96.
-    Row(Tile(Columns(128), Columns(128), consumers=2, block_kv=128, kv_slots=2)),
+    Row(Tile(Columns(32, 3), Columns(128), 3, block_kv=64, kv_slots=3, registers=THREE)),
+    Row(Tile(Columns(128), Columns(128), 2, block_kv=128, kv_slots=2), most_keys=1536),
+    Row(Tile(Columns(128), Columns(128), 3, block_kv=64, kv_slots=3, registers=THREE)),
     # At 8 K dense 1.18; with 64 keys 1.00.
-    Row(Tile(Columns(64, 3), Columns(64, 2), 2, block_kv=128, kv_slots=2, shared_out=True)),
-    # At 4 K dense 0.98, causal 1.11; filled up to 256 columns 0.85 and 0.93.
-    Row(Tile(Columns(64, 3), Columns(64, 3), consumers=2, block_kv=64, kv_slots=2)),
-    # Dense 1.11, 1.16, 1.17, causal 1.09, 1.29, 1.35; not lazy 0.97 of it.
     Row(
         Tile(
-            *(Columns(256), Columns(256)),
+            *(Columns(64, 3), Columns(64, 2)),
             consumers=2,
-            block_kv=64,
+            block_kv=128,
             kv_slots=2,
+            pingpong=True,
             shared_out=True,
-            lazy=True,
         )
     ),
+    # At 4 K dense 0.98, causal 1.11; filled up to 256 columns 0.85 and 0.93.
+    Row(Tile(Columns(64, 3), Columns(64, 3), consumers=2, block_kv=64, kv_slots=2)),
+    # Dense 1.11, 1.16, 1.17, causal 1.09, 1.29, 1.35.
+    Row(Tile(Columns(256), Columns(256), 2, block_kv=64, kv_slots=2, shared_out=True)),
 )
 
 
+def typical_keys(keys: int, left: int | None, right: int | None) -> int:
+    """Keys of a row, by which its tile is chosen, of `keys` in all and a window. A quarter of them
+    if causal: half is what rows see on average, but the ends of a block and tiles that need a mask
+    weigh more there (D = 128: dense 2 K is best with three consumers, causal 4 K with two)."""
+    seen = keys if right is None else keys // 4
+    if left is not None and right is not None:
+        seen = min(seen, max(left + right + 1, 1))
+    return seen
+
+
 def choose(columns: int, columns_v: int, keys: int) -> Tile:
-    """The tile for heads of so many columns of Q and K, and of V, whose rows see `keys` keys on
-    average."""
+    """The tile for heads of so many columns of Q and K, and of V, and `typical_keys`."""
     for tile, most_keys in ROWS:
         fits = columns <= tile.qk.total and columns_v <= tile.v.total
         if fits and (most_keys is None or keys <= most_keys):
