@@ -108,7 +108,7 @@ def small(columns: int | Columns, **changes: Any) -> Tile:
 SMALL = small(64)
 REGISTERS = small(64, q_registers=True)
 TURNS = small(64, pingpong=True)
-THREE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
+THREE = small(64, consumers=3, kv_slots=3, apart=True, registers=(128, 160, 24))
 THREE_TURNS = small(64, consumers=3, pingpong=True, registers=(128, 160, 24))
 SHARED = small(128, shared_out=True)
 PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)

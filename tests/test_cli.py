@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import types
@@ -187,3 +189,36 @@ def test_demo_is_passed_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = run("demo", "--quick", "--output", str(tmp_path))
     assert result.exit_code == 3
     assert seen == {"output": tmp_path, "quick": True}
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGTERM, as `timeout` sends it, in the second row."""
+    from anyflash.bench.hopper import card, power, suite
+    from anyflash.bench.hopper.results import RowResult
+    from anyflash.bench.hopper.rows import ROWS
+    from anyflash.bench.machine import Machine
+
+    here = card.Card("Made-up H200", 132, 150.0, 700.0, 1980, "1.2", "13.0", Machine.here())
+    meter = types.SimpleNamespace(read=None, clock=None)
+    rest = iter(ROWS[:1])
+
+    def run_row(row: Any, *_: Any) -> RowResult:
+        if next(rest, None) is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return RowResult(row, refusals={"anyflash": "no"})
+
+    monkeypatch.setattr(card, "require", lambda: None)
+    monkeypatch.setattr(power, "Meter", lambda: meter)
+    monkeypatch.setattr(card.Card, "here", lambda meter: here)
+    monkeypatch.setattr(suite, "run_row", run_row)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        output = tmp_path / "forward.json"
+        result = CliRunner().invoke(app, ["bench", "hopper-forward", "--output", str(output)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 128 + signal.SIGTERM, result.output
+    assert not output.exists()
+    assert [r.row for r in read(tmp_path / "forward.part.json").results] == [ROWS[0]]

@@ -29,7 +29,7 @@ def small(columns: int | Columns, **changes: Any) -> Tile:
 
 
 SMALL = small(64)
-WIDE = small(64, consumers=3, kv_slots=3, registers=(128, 160, 24))
+WIDE = small(64, consumers=3, kv_slots=3, apart=True, registers=(128, 160, 24))
 TURNS = small(64, pingpong=True)
 THREE_TURNS = small(64, consumers=3, pingpong=True, registers=(128, 160, 24))
 HALF = small(128, shared_out=True)

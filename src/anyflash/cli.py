@@ -6,6 +6,8 @@ Commands import what they need when they run, so that `anyflash --help` loads no
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -262,12 +264,13 @@ def bench_hopper_forward(
     source = report.source()
     tools = Instruments.of_card(meter)
     results: list[RowResult] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `finally` runs
     try:
         console.measure(
             chosen, lambda row, tell: suite.run_row(row, settings, tools, tell), settings.rounds,
             screen, one_line, results,
         )  # fmt: skip
-    finally:  # what was measured before a row raised is not lost
+    finally:  # what was measured before a row raised, or somebody stopped it, is not lost
         machine = card.Card.here(meter)
         made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
         cut = len(results) < len(chosen)

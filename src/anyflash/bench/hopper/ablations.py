@@ -50,6 +50,7 @@ VARIANTS_OF = {
         Variant("three consumers, ping-pong", {**THREE, "q_registers": False, "pingpong": True}),
         Variant("three consumers", {**THREE, "q_registers": False, "pingpong": False}),
         Variant("64 keys a tile, four slots", {"block_kv": 64, "kv_slots": 4}),
+        Variant("masked tiles apart", {"apart": True}),
         Variant("three slots of K and V", {"kv_slots": 3}),
     ),
     (128, 128): (
@@ -57,6 +58,7 @@ VARIANTS_OF = {
         Variant("two consumers, 128 keys", WIDE),
         Variant("two consumers, 64 keys", {**TWO, "block_kv": 64, "kv_slots": 3}),
         Variant("three consumers, 64 keys", {**THREE, "block_kv": 64, "kv_slots": 3}),
+        Variant("masked tiles not apart", {"apart": False}),
         Variant("three, four slots", {**THREE, "block_kv": 64, "kv_slots": 4}),
         Variant("three, two slots", {**THREE, "block_kv": 64, "kv_slots": 2}),
         Variant("three, ping-pong", {**THREE, "block_kv": 64, "kv_slots": 3, "pingpong": True}),
@@ -86,6 +88,7 @@ VARIANTS_OF = {
         Variant("32 keys a tile", {"block_kv": 32}),
         Variant("32 keys a tile, three slots", {"block_kv": 32, "kv_slots": 3}),
         Variant("32 keys a tile, output apart", {"block_kv": 32, "shared_out": False}),
+        Variant("masked tiles apart", {"apart": True}),
     ),
 }  # fmt: skip
 

@@ -54,7 +54,9 @@ from anyflash.kernels.hopper.dropout import Dropout, drop
 from anyflash.kernels.hopper.masking import (
     Limits,
     Tiles,
+    clear_tile,
     mask_scores,
+    masked_tile,
     nth_tile,
     plan,
 )
@@ -120,6 +122,7 @@ class Flags(NamedTuple):
     DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
     PANELS: Any  # boxes that make up a tile of Q or K, and of V or the output
     PINGPONG: Any  # consumers take turns at the tensor cores
+    APART: Any  # tiles that need a mask have a loop of their own
     SHARED: Any  # the output takes the place of Q in shared memory
     Q_REGISTERS: Any  # Q is multiplied from registers instead of shared memory
 
@@ -245,10 +248,11 @@ def operand(p, tile, job, dtype: gl.constexpr, FLAGS: gl.constexpr):
 
 @gluon.jit
 def walk(
-    sources, job, tiles, state, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr
-):
-    """Go over the key tiles of a block but the first: S of each in flight together with P V of the
-    one before."""
+    sources, job, tiles, state, begin, end, MASKED: gl.constexpr, WHO: gl.constexpr,
+    CONSUMERS: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Go over the key tiles `begin` to `end` of a block: S of each in flight together with P V of
+    the one before. MASKED: all of them need a mask, or none; without APART those do that say so."""
     q_tile, k, v = sources
     p, o, shift, sums, step = state
     SLOTS: gl.constexpr = k.full.type.shape[0]
@@ -259,7 +263,7 @@ def walk(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, k_width=2)
     dtype: gl.constexpr = k.tiles.dtype
     s_zero = gl.zeros([ROWS, BLOCK_KV], gl.float32, s_layout)
-    for j in range(1, tiles.masked + tiles.clear):
+    for j in range(begin, end):
         v_slot, v_phase = place(step, SLOTS)
         step += 1
         slot, phase = place(step, SLOTS)
@@ -272,9 +276,14 @@ def walk(
         finished = finish((s,) + started)  # noqa: RUF005
         s = finished[0]
         o = finished[1:]
-        tile = nth_tile(j, tiles, FLAGS)
+        if not FLAGS.APART:
+            tile = nth_tile(j, tiles, FLAGS)
+        elif MASKED:
+            tile = masked_tile(j, tiles, FLAGS)
+        else:
+            tile = clear_tile(j, tiles)
         s = logits(s, job.numbers, FLAGS)
-        if j < tiles.masked:
+        if MASKED if FLAGS.APART else j < tiles.masked:
             s = mask_scores(s, tile * BLOCK_KV, job.rows, job.block, job.limits, FLAGS)
         # Not before that branch: here their barriers hide among the exponentials.
         k.release(slot)
@@ -347,7 +356,12 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
             o = o + (gl.zeros([ROWS, WIDTH], gl.float32, o_layout),)  # noqa: RUF005
 
         state = (p, o, shift, sums, step)
-        state = walk(sources, job, tiles, state, WHO, CONSUMERS, FLAGS)
+        end = tiles.masked + tiles.clear
+        begin = 1
+        if FLAGS.APART:
+            begin = tiles.masked
+            state = walk(sources, job, tiles, state, 1, begin, True, WHO, CONSUMERS, FLAGS)
+        state = walk(sources, job, tiles, state, begin, end, False, WHO, CONSUMERS, FLAGS)
         p, o, shift, sums, step = state
         if not FLAGS.SHARED:
             q.release(WHO)

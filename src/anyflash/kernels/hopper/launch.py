@@ -180,7 +180,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1], SOFTCAP=o.softcap != 0,
         SINK=o.sink is not None, DROPOUT=o.dropout != 0, PACKED=lengths.packed, HEADS=share,
         DYNAMIC=total > programs, PANELS=(tile.qk.boxes, tile.v.boxes), PINGPONG=tile.pingpong,
-        SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
+        APART=tile.apart, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
     )  # fmt: skip
     slope = LOG2E.value * (1.0 if flags.SCALED else o.scale)
     numbers = Numbers(

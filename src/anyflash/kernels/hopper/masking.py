@@ -122,10 +122,15 @@ def masked_tile(j, tiles, FLAGS: gl.constexpr):
 
 
 @gluon.jit
+def clear_tile(j, tiles):
+    """The j-th of all tiles, which comes after the masked ones."""
+    return tiles.clear_end - 1 - (j - tiles.masked)
+
+
+@gluon.jit
 def nth_tile(j, tiles, FLAGS: gl.constexpr):
-    """The j-th of a block's tiles: those that need a mask, then the clear ones."""
-    clear = tiles.clear_end - 1 - (j - tiles.masked)
-    return gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear)
+    """The j-th of all tiles."""
+    return gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
 
 
 @gluon.jit

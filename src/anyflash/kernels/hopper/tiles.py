@@ -1,12 +1,9 @@
 """How the kernels cut up a problem, and the measurements behind it.
 
-The figures are speeds relative to cuDNN's (9.19) in the same run on an H200, medians of 5 to 9
-rounds of 6 to 12 ms in random order, launches in CUDA graphs: bfloat16, 16 K queries in all, 2048 /
-D heads. A row of three is for sequences of 1 K, 4 K and 16 K.
-
-That is in bursts. Under load for seconds the card is bound by its 700 W, and what counts is energy:
-of 4 K and 16 K, D = 64 dense 1.07, 1.11, causal 1.06, 1.10; D = 128 dense 0.97, 0.95, causal 1.09,
-1.07; D = 256 dense 1.02, 1.05, causal 1.11, 1.14.
+The figures are speeds relative to cuDNN's (9.19) in the same run on an H200, bfloat16, 16 K queries
+in all, 2048 / D heads: in bursts of 20 ms, then, after a stroke, under load for seconds, where the
+card is bound by its 700 W and what counts is energy. A row of three is for sequences of 1 K, 4 K
+and 16 K. From card to card and run to run the same kernel differs by 2 %, under load by 3 %.
 """
 
 from __future__ import annotations
@@ -47,6 +44,7 @@ class Tile:
     block_kv: int
     kv_slots: int  # of K, and of V
     pingpong: bool = False  # consumers take turns at the tensor cores
+    apart: bool = False  # tiles of keys that need a mask have a loop of their own
     shared_out: bool = False  # the output takes Q's place, and the next Q waits for it
     q_registers: bool = False  # Q is multiplied from registers instead of shared memory
     registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
@@ -87,13 +85,13 @@ class Row(NamedTuple):
     most_keys: int | None = None  # `typical_keys`
 
 
-# Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 times the speed at
-# D = 64 and 128), a third slot of K and V, 32 or 64 keys a tile at D = 64 and 128, half of Q in
-# registers (D = 128: 0.93 to 1.00; D = 256: 0.96), sums of weights by a product with ones (D = 64:
-# 1.1, but then lse is that of rounded weights; D = 128 and 256: 0.93).
+# Of what did not help anywhere: exponentials on the FMA units (25 % of them: 0.9 at D = 64 and
+# 128), a second slot of Q, filled while the block before it goes on (1.00; D = 64, S = 4 K 1.02),
+# sums of weights by a product with ones (D = 64: 1.1, but then lse is that of rounded weights; D =
+# 128 and 256: 0.93).
 ROWS = (
-    # With two consumers Q in registers is worth 1.12, and short sequences fill blocks of 128 rows
-    # better than blocks of 192.
+    # Dense 0.99 / 1.01, causal 1.05 / 1.01 at 1 K. Without ping-pong both consumers exponentiate at
+    # the same time: 0.88. With three consumers 0.70.
     Row(
         Tile(
             *(Columns(64), Columns(64)),
@@ -105,6 +103,8 @@ ROWS = (
         ),
         most_keys=512,
     ),
+    # Dense 1.05, 1.21, 1.30 / 1.02, 1.17, 1.24, causal at 4 K and 16 K 1.12, 1.31 / 1.08, 1.24.
+    # Without ping-pong 0.90 of it; 64 keys, four slots and Q in registers 0.90; two consumers 0.81.
     Row(
         Tile(
             *(Columns(64), Columns(64)),
@@ -115,10 +115,18 @@ ROWS = (
             registers=THREE,
         )
     ),
-    Row(Tile(Columns(32, 3), Columns(128), 3, block_kv=64, kv_slots=3, registers=THREE)),
+    # At 4 K dense 1.24 / 1.22; with two consumers and 128 keys 1.17 / 1.18.
+    Row(
+        Tile(Columns(32, 3), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=THREE)
+    ),
+    # Dense at 1 K 1.07 / 1.03, causal at 1 K and 4 K 1.16, 1.29 / 1.07, 1.14.
     Row(Tile(Columns(128), Columns(128), 2, block_kv=128, kv_slots=2), most_keys=1536),
-    Row(Tile(Columns(128), Columns(128), 3, block_kv=64, kv_slots=3, registers=THREE)),
-    # At 8 K dense 1.18; with 64 keys 1.00.
+    # Dense at 4 K and 16 K 1.15, 1.17 / 1.11, 1.14, causal at 16 K 1.29 / 1.19; two consumers with
+    # 128 keys 1.10, 1.11 / 1.03, 1.06 and 1.28 / 1.16. Keys are read from L2 once for 192 rows
+    # instead of 128. Masked tiles not apart 0.97, four slots 0.99 under load, ping-pong 0.98.
+    Row(Tile(Columns(128), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=THREE)),
+    # At 4 K dense 1.23, causal 1.34 / 1.18; without ping-pong 1.15 / 1.09; with 64 keys and three
+    # consumers 1.15 / 1.08.
     Row(
         Tile(
             *(Columns(64, 3), Columns(64, 2)),
@@ -129,9 +137,10 @@ ROWS = (
             shared_out=True,
         )
     ),
-    # At 4 K dense 0.98, causal 1.11; filled up to 256 columns 0.85 and 0.93.
+    # At 4 K dense 1.11, causal 1.18 / 1.08; filled up to 256 columns 0.87 of it.
     Row(Tile(Columns(64, 3), Columns(64, 3), consumers=2, block_kv=64, kv_slots=2)),
-    # Dense 1.11, 1.16, 1.17, causal 1.09, 1.29, 1.35.
+    # Dense 1.13, 1.16, 1.16 / 1.03, 1.06, 1.08, causal 1.09, 1.26, 1.30 / 1.00, 1.09, 1.14. Masked
+    # tiles apart 0.99; ping-pong 0.98.
     Row(Tile(Columns(256), Columns(256), 2, block_kv=64, kv_slots=2, shared_out=True)),
 )
 
