@@ -50,8 +50,22 @@ def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
         assert devices.probe("cuda") == devices.Device("cuda", "not present", frozenset())
     finally:
         devices.probe.cache_clear()
-    assert found.problem.device == "cuda"
+    assert found.problem.device == "cuda:1"
     assert "cuda" in (found.refusals["cpu"] or "")
+
+
+def test_a_card_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: asked.append(device) or "a")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    devices.probe.cache_clear()
+    try:
+        assert devices.probe("cuda:2") == devices.Device("cuda", "not present", frozenset())
+        assert "wgmma" in devices.probe("cuda:1").features and asked == ["cuda:1"]
+    finally:
+        devices.probe.cache_clear()
 
 
 def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,20 @@ def test_what_is_refused(name: str) -> None:
     assert words in said(hopper.refusal(problem(**changes), HOPPER))
 
 
+@pytest.mark.usefixtures("triton")
+def test_a_packed_batch_that_is_too_long() -> None:
+    """Though each of its sequences is short enough."""
+    starts = torch.tensor([0, 2**29, 2**30, 2**30 + 1], dtype=torch.int32)
+    x = torch.zeros((), dtype=torch.bfloat16).expand(2**30 + 1, 1, 64)
+    packed = Problem.of(Inputs(x, x, x, cu_seqlens_q=starts, cu_seqlens_k=starts), Options(1.0))
+    assert "packed batches of at most 1073741824 rows" in said(hopper.refusal(packed, HOPPER))
+    shorter, starts = x[1:], starts.clamp(max=2**30)
+    packed = Problem.of(
+        Inputs(shorter, shorter, shorter, cu_seqlens_q=starts, cu_seqlens_k=starts), Options(1.0)
+    )
+    assert hopper.refusal(packed, HOPPER) is None
+
+
 SERVED: dict[str, dict[str, Any]] = {
     "plain": {},
     "float16": {"dtype": torch.float16},
@@ -221,6 +235,7 @@ def test_features_of_a_card(
     card = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

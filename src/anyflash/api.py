@@ -207,7 +207,7 @@ def explain(
 
     Args: those of `attention`, or with cu_seqlens_q and cu_seqlens_k those of `attention_varlen`,
         in the same shapes; and
-        device: the device type to ask about ("cpu", "cuda", "mps"), present here or not; None is
+        device: the one to ask about ("cpu", "cuda", "cuda:1", "mps"), present here or not; None is
             that of the tensors.
 
     Returns:

@@ -28,11 +28,15 @@ def probe(device: str) -> Device:
     kind = torch.device(device).type
     if kind == "cpu":
         return Device(kind, _cpu_name(), _cpu_features())
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not _is_here(torch.device(device).index):
         return Device(kind, "not present", frozenset())
     if kind == "cuda":
         return Device(kind, torch.cuda.get_device_name(device), _cuda_features(device))
     return Device(kind, platform.machine(), frozenset())
+
+
+def _is_here(index: int | None) -> bool:
+    return torch.cuda.is_available() and (index is None or index < torch.cuda.device_count())
 
 
 def _cuda_features(device: str) -> frozenset[str]:

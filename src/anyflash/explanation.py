@@ -167,7 +167,7 @@ class Explanation:
         """`device` is the one to ask about, None for the tensors' own."""
         where = inputs.q.device
         if device is not None:
-            problem = replace(problem, device=_device_type(device))
+            problem = replace(problem, device=_checked(device))
         found = refusals(problem, backend)
         chosen = next((name for name, sentence in found.items() if sentence is None), None)
         if inputs.packed:  # sequences that do not see each other are part of the mask
@@ -207,9 +207,9 @@ class Explanation:
         return [(name, sentence or "serves") for name, sentence in self.refusals.items()]
 
 
-def _device_type(device: str) -> str:
+def _checked(device: str) -> str:
     try:
-        return torch.device(device).type
+        return str(torch.device(device))
     except RuntimeError as error:
-        expected = "a device type of torch, such as 'cpu', 'cuda' or 'mps'"
+        expected = "a device of torch, such as 'cpu', 'cuda', 'cuda:1' or 'mps'"
         raise InvalidInput("device", repr(device), expected) from error

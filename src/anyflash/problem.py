@@ -106,6 +106,8 @@ class Problem:
     mask: str = "none"  # what kernels read of it: "none", "window", "intervals" or "tiles"
     features: frozenset[str] = field(default_factory=frozenset)  # of bias, alibi, sink, dropout, …
     gradient: bool = False  # whether a derivative follows
+    total_queries: int = 0  # rows of q and of k in all sequences together
+    total_keys: int = 0
 
     @property
     def extent(self) -> Extent:
@@ -120,10 +122,11 @@ class Problem:
         features = {name for name in names if getattr(inputs, name) is not None}
         features |= {name for name in ("softcap", "dropout") if getattr(options, name)}
         features |= {"deterministic"} if options.deterministic else set()
+        totals = (q.shape[0], k.shape[0]) if inputs.packed else (batch * queries, batch * keys)
         return cls(
             batch, heads, k.shape[1], queries, keys, q.shape[-1], v.shape[-1], q.dtype,
             str(q.device), options, inputs.packed, kind_of(inputs.mask), frozenset(features),
-            gradient,
+            gradient, *totals,
         )  # fmt: skip
 
     def describe(self) -> str:

@@ -83,8 +83,10 @@ def _sizes(problem: Problem) -> str | None:
     for side, rows in (("queries", problem.queries), ("keys", problem.keys)):
         if rows > LONGEST:
             return f"it takes sequences of at most {LONGEST} {side}, not {rows}"
-    rows = problem.queries * (1 if problem.packed else problem.batch)
-    blocks = problem.heads * (rows // LEAST_BLOCK + problem.batch)
+    if problem.packed and max(problem.total_queries, problem.total_keys) > LONGEST:
+        got = f"{problem.total_queries} of q and {problem.total_keys} of k"
+        return f"it takes packed batches of at most {LONGEST} rows, not {got}"
+    blocks = problem.heads * (problem.total_queries // LEAST_BLOCK + problem.batch)
     if blocks >= MOST_BLOCKS:
         return f"it takes fewer than {MOST_BLOCKS} blocks of {LEAST_BLOCK} queries, not {blocks}"
     return None
@@ -150,9 +152,6 @@ def _forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     q, k, v, sink, options = inputs.q, inputs.k, inputs.v, inputs.sink, problem.options
     starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
-    if problem.packed and max(q.shape[0], k.shape[0]) > LONGEST:  # what no Problem knows
-        sentence = f"it takes packed batches of at most {LONGEST} rows, not {len(q)} and {len(k)}"
-        raise Unsupported(problem.describe(), {name: sentence})
     asked: dict[str, Any] = {
         "scale": options.scale,
         "softcap": options.softcap,
