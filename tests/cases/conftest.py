@@ -7,6 +7,16 @@ import torch
 
 import anyflash as af
 
+# What no backend of a GPU serves yet: words of its refusals. Anything else that is refused fails.
+NOT_YET = (
+    "there is no backward pass here yet",
+    "it takes float16 and bfloat16, not float",
+    "the kernels add no bias",
+    "the kernels add no ALiBi slopes",
+    "this mask becomes a tile map",
+    "it takes heads of 1 to 256 columns",
+)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
@@ -19,7 +29,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     try:
         return (yield)
     except af.Unsupported as refused:
-        if pyfuncitem.get_closest_marker("gpu") is None:
+        expected = any(words in s for s in refused.refusals.values() for words in NOT_YET)
+        if pyfuncitem.get_closest_marker("gpu") is None or not expected:
             raise
         pytest.skip(str(refused))
 
