@@ -88,9 +88,6 @@ SUBJECTS = {
             Hopper((1, 2, 1, 200, 70), SHARED, (80, 48), right=0, sink=(-math.inf, 0.5)),
             # One row of the second consumer does not see the first key of a tile.
             Hopper((1, 1, 1, 200, 200), left=62, scale=0.0),
-            # Sections of one head, of two, of all; sections without halves.
-            Order(2, 3, 1, 9, MaskFlags(False, True, 0)),
-            Order(1, 3, 2, 5, MaskFlags(True, True, 0)),
             # Nothing is seen at all: the window ends before it begins; no intervals are given.
             Hopper((1, 1, 1, 70, 200), left=-100, right=0),
             Hopper((1, 1, 1, 70, 200), intervals=("nothing",)),
@@ -134,6 +131,9 @@ SUBJECTS = {
             Hopper((1, 1, 1, 140, 137), right=20, dropout=0.6),
             Plan(159, 700, intervals=1, rows=4),
             Plan(219, 700, intervals=2, rows=4),
+            # Sections of one head, of two, of all; sections without halves.
+            Order(1, 3, 1, 7, MaskFlags(False, True, 0)),
+            Order(2, 2, 3, 2, MaskFlags(True, True, 0)),
         ),
         PATCHES + "hopper_forward.txt",
     ),

@@ -213,7 +213,7 @@ def _share(lengths: Lengths, heads: Heads, o: Options, block_q: int) -> int:
 
 
 def _section(lengths: Lengths, heads: Heads, share: int) -> int:
-    bytes_of_one = 2 * lengths.longest_k * (heads.columns + heads.columns_v)
+    bytes_of_one = 2 * max(lengths.longest_k, 1) * (heads.columns + heads.columns_v)
     heads_kv = max(1, SECTION_BYTES // bytes_of_one)
     all_heads = heads.heads * (1 if lengths.packed else lengths.batch)
     return min(heads_kv * (heads.heads // heads.heads_kv), all_heads) // share
