@@ -197,7 +197,7 @@ EACH = [pytest.param(s, m, id=f"{s}-{m.name}") for s, ms in MUTANTS.items() for 
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:4])  # the kernels' own tests take more
 def test_kernels_as_they_are_pass(subject: str, seed: int) -> None:
     assert caught(SUBJECTS[subject], None, [seed]) is None
 
