@@ -806,7 +806,7 @@ print(json.dumps([float(sys.argv[3]), 0.5 if mark.exists() else 3.0]))
 mark.touch()
 """
     monkeypatch.setattr(first, "CHILD", child)
-    found = first.first_calls(row("first call, D=128"))
+    found = first.in_new_processes(row("first call, D=128"))
     assert found == {COLD: FirstCall(128.0, 3.0), CACHED: FirstCall(128.0, 0.5)}
     assert found[COLD].total == 131.0
 

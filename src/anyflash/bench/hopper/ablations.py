@@ -15,7 +15,7 @@ from anyflash.bench.hopper.instruments import Instruments, Settings
 from anyflash.bench.hopper.peers import Contest, Run, first_calls
 from anyflash.bench.hopper.results import RowResult
 from anyflash.bench.hopper.rows import CUDNN, OURS, VARIANTS, Inputs, Row, square
-from anyflash.kernels.hopper.tiles import Columns, Tile, choose, typical_keys
+from anyflash.kernels.hopper.tiles import OF_THREE, Columns, Tile, choose, typical_keys
 
 LENGTHS = (1024, 8192)
 # What to compare with, and why 8192 is among the lengths.
@@ -38,9 +38,9 @@ class Variant(NamedTuple):
 # By D and Dv. Registers follow the consumers: what a thread has is 65536 over the threads.
 TWO, THREE = (
     {"consumers": 2, "registers": (168, 240, 24)},
-    {"consumers": 3, "registers": (128, 160, 24)},
+    {"consumers": 3, "registers": OF_THREE},
 )
-WIDE = {**TWO, "block_kv": 128, "kv_slots": 2}
+WIDE = {**TWO, "block_kv": 128, "kv_slots": 2, "apart": False}
 FULL = {"qk": Columns(256), "v": Columns(256)}
 VARIANTS_OF = {
     (64, 64): (

@@ -43,7 +43,7 @@ class FirstCall:
         return self.imports + self.call
 
 
-def first_calls(row: Row) -> dict[str, FirstCall]:
+def in_new_processes(row: Row) -> dict[str, FirstCall]:
     """COLD and CACHED, each in a process of its own; raises CalledProcessError if one fails."""
     command = [sys.executable, "-c", CHILD, *map(str, (row.queries, row.keys, row.head_dim))]
     with tempfile.TemporaryDirectory() as cache:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyflash.bench.hopper import timing
-from anyflash.bench.hopper.first import FirstCall, first_calls
+from anyflash.bench.hopper.first import FirstCall, in_new_processes
 from anyflash.bench.hopper.peers import Refused, attempt
 from anyflash.bench.hopper.power import Meter, Reading
 from anyflash.bench.hopper.rows import Row
@@ -42,7 +42,7 @@ class Instruments:
     event: Callable[[], Event] = field(default=_event)
     synchronize: Callable[[], None] = field(default=torch.cuda.synchronize)
     clock: Callable[[], float] = field(default=time.perf_counter)
-    first: Callable[[Row], dict[str, FirstCall]] = field(default=first_calls)
+    first: Callable[[Row], dict[str, FirstCall]] = field(default=in_new_processes)
 
     @classmethod
     def of_card(cls, meter: Meter) -> Instruments:

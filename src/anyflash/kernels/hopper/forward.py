@@ -208,7 +208,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     number = gl.program_id(0)
     while number < total:
         if FLAGS.PACKED:
-            block = packed_block(number, schedule, packing, BLOCK_Q)
+            block = packed_block(number, total, schedule, packing, BLOCK_Q)
         else:
             block = dense_block(number, schedule, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
@@ -346,7 +346,7 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
         nothing = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        first = nth_tile(0, tiles, FLAGS)
+        first = masked_tile(0, tiles, FLAGS)
         s = logits(s, numbers, FLAGS)
         s = mask_scores(s, first * BLOCK_KV, rows, block, limits, FLAGS)
         p, sums, shift, _ = weigh_anew(s, nothing, numbers)

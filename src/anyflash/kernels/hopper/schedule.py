@@ -91,9 +91,9 @@ def dense_block(number, schedule, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def packed_block(number, schedule, packing, BLOCK_Q: gl.constexpr):
+def packed_block(number, total, schedule, packing, BLOCK_Q: gl.constexpr):
     """One warp looks at 256 sequences at a time; how many of them begin no later is the answer."""
-    blocks = gl.load(packing.first_block + schedule.batch)
+    blocks = total // schedule.heads
     head, block = split(number, schedule.heads, schedule.section, blocks)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = -1

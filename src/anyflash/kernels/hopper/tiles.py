@@ -16,7 +16,7 @@ SHARED_BYTES = 232448
 # Registers of a multiprocessor. The producer's warp counts as a warpgroup.
 REGISTERS = 65536
 # Registers of a thread where there are three consumers.
-THREE = (128, 160, 24)
+OF_THREE = (128, 160, 24)
 TICKET_BYTES = 13 * 16  # each of its numbers is aligned
 # Columns that one box can have: what a wgmma multiplies, and powers of two because Gluon's are.
 WIDTHS = (32, 64, 128, 256)
@@ -112,19 +112,23 @@ ROWS = (
             block_kv=128,
             kv_slots=2,
             pingpong=True,
-            registers=THREE,
+            registers=OF_THREE,
         )
     ),
     # At 4 K dense 1.24 / 1.22; with two consumers and 128 keys 1.17 / 1.18.
     Row(
-        Tile(Columns(32, 3), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=THREE)
+        Tile(
+            Columns(32, 3), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=OF_THREE
+        )
     ),
     # Dense at 1 K 1.07 / 1.03, causal at 1 K and 4 K 1.16, 1.29 / 1.07, 1.14.
     Row(Tile(Columns(128), Columns(128), 2, block_kv=128, kv_slots=2), most_keys=1536),
     # Dense at 4 K and 16 K 1.15, 1.17 / 1.11, 1.14, causal at 16 K 1.29 / 1.19; two consumers with
     # 128 keys 1.10, 1.11 / 1.03, 1.06 and 1.28 / 1.16. Keys are read from L2 once for 192 rows
     # instead of 128. Masked tiles not apart 0.97, four slots 0.99 under load, ping-pong 0.98.
-    Row(Tile(Columns(128), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=THREE)),
+    Row(
+        Tile(Columns(128), Columns(128), 3, block_kv=64, kv_slots=3, apart=True, registers=OF_THREE)
+    ),
     # At 4 K dense 1.23, causal 1.34 / 1.18; without ping-pong 1.15 / 1.09; with 64 keys and three
     # consumers 1.15 / 1.08.
     Row(
