@@ -136,18 +136,37 @@ def test_twenty_schedules(seed: int) -> None:
         test_fp8(run, 64, 128, 384, {"polynomial": 25})
 
 
+def plain_steps(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The forward's arithmetic of 64 rows by 128 keys at a time, in torch alone."""
+    for rows in q.split(64):
+        out, total, top = torch.zeros(64, 64), torch.zeros(64), torch.full((64,), -math.inf)
+        for keys, values in zip(k.split(128), v.split(128), strict=True):
+            s = rows.float() @ keys.float().T
+            above = torch.maximum(top, s.amax(1))
+            p, factor = torch.exp2(s - above[:, None]), torch.exp2(top - above)
+            total, top = total * factor + p.sum(1), above
+            out = out * factor[:, None] + p.bfloat16().float() @ values.float()
+
+
 def test_a_step_takes_about_a_millisecond() -> None:
-    """64 rows by 128 keys at D = 64: 0.85 ms on one core of an AMD EPYC; with room for others."""
+    """64 rows by 128 keys at D = 64: 0.85 ms on one core of an AMD EPYC, 12 times the arithmetic.
+
+    That is what is asserted: a millisecond of a machine whose cores others use as well is none.
+    """
     from gluon_emulator import emulate
 
     q, k, v = (torch.randn(1, 1, 1024, 64).bfloat16() for _ in range(3))
-    best = math.inf
-    for seed in range(6):  # the best of several: others may use the machine
+    emulated = plain = math.inf
+    for seed in range(6):  # the best of several, side by side
         start = time.process_time()
         with emulate(seed=seed):
             forward.forward(q, k, v)
-        best = min(best, time.process_time() - start)
-    assert best / (16 * 8) < 1.7e-3
+        between = time.process_time()
+        for _ in range(3):
+            plain_steps(q[0, 0], k[0, 0], v[0, 0])
+        emulated = min(emulated, between - start)
+        plain = min(plain, (time.process_time() - between) / 3)
+    assert emulated < 20 * plain, f"a step: {emulated / (16 * 8):.2e} s"
 
 
 # Through the compiler for sm_90a, as a launch would do it.
