@@ -414,6 +414,12 @@ class Battery:
             pytest.skip(f"{self.backend} has no backward pass")
         row = Row(lengths=(63, 65), mask="causal", added="1hij", sink=True)
         call = self._dense_call(row, dtype=dtype)
+        if (sentence := self._refusal(call)) is not None:
+            self._assert_raises(call, sentence)
+            if "bias" in subset:
+                return
+            row = row._replace(added="none")
+            call = self._dense_call(row, dtype=dtype)
         full = self._run(call)
         _, exact = self._judges(Row(), call, torch.Generator().manual_seed(0))
         long = [name for name in ("bias", "sink") if name in subset]

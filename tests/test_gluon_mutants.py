@@ -38,7 +38,8 @@ SEEDS_OF_SURVIVORS = range(2)
 
 KERNELS, PATCHES = "tests/gluon_kernels/", "tests/gluon_patches/"
 FORWARD = (
-    "launch", "operands", "forward", "schedule", "pipeline", "masking", "softmax", "dropout",
+    "launch", "operands", "forward", "products", "schedule", "pipeline", "masking", "softmax",
+    "dropout",
 )  # fmt: skip
 SUBJECTS = {
     "forward": Subject(
@@ -186,7 +187,7 @@ SURVIVORS = {
         "the slope is never a power of two": (
             "not seen: in the emulator, both products of s · slope − reference · slope are rounded"
         ),
-        "give: barrier(): dropped": BEFORE_ARRIVE,
+        "put: barrier(): dropped": BEFORE_ARRIVE,
         "take: barrier(): dropped": BEFORE_ARRIVE,
         "a later K is released before the wait for its product": LATER_K,
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from anyflash.backends import hopper
 from anyflash.devices import Device
 from anyflash.masks import Mask
 from anyflash.ops import _laid_out, _swapped
-from anyflash.problem import Inputs, Options, Problem, Saved
+from anyflash.problem import Gradients, Inputs, Needs, Options, Problem, Saved
 from battery import Battery
 from gluon_plugin import Gluon
 from plain import Packing, Seen, Terms, assert_close, assert_same
@@ -30,7 +30,7 @@ from plain import Packing, Seen, Terms, assert_close, assert_same
 class Hopper(Battery):
     backend = "hopper"
     dtypes = (torch.bfloat16, torch.float16)
-    gradients = False
+
     keeps_nan_apart = False
 
 
@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scattered": ({"mask": af.documents(IDS)}, "tile map"),
     "three": ({"mask": ~(af.window(2, 2) | af.prefix(3)) | af.window(0, 0)}, "tile map"),
     "fp8": ({"precision": "fp8"}, "precision"),
-    "gradient": ({"gradient": True}, "torch.no_grad()"),
     "queries": ({"shape": (1, 1, 2**30 + 1, 64), "keys": 1}, "at most 1073741824 queries"),
     "keys": ({"shape": (1, 1, 1, 64), "keys": 2**31}, "at most 1073741824 keys, not 2147483648"),
     "blocks": ({"shape": (2**20, 2**11, 1, 64)}, "fewer than 2147418112 blocks"),
@@ -246,13 +245,6 @@ def test_features_of_a_card(
         devices.probe.cache_clear()
 
 
-def test_there_is_no_backward() -> None:
-    x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(af.Unsupported) as caught:
-        hopper.backward(problem(), Inputs(x, x, x), Saved(x, x[..., 0], x, None), None)  # type: ignore[arg-type]
-    assert caught.value.refusals == {"hopper": hopper.NO_BACKWARD}
-
-
 # What it does with a call, from tensors to results.
 
 
@@ -283,13 +275,13 @@ def check(
     assert hopper.refusal(described, HOPPER) is None
     out, lse = hopper.forward(described, inputs)
 
-    def by_hand(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def by_hand(dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor]:
         sink, seed = (None if x is None else x.cpu() for x in (inputs.sink, inputs.seed))
+        sink = given[3] if len(given) > 3 else None if sink is None else sink.to(dtype)
         terms = Terms(
-            options.scale, options.softcap, seen, sink=None if sink is None else sink.to(dtype),
-            dropout=options.dropout, seed=seed,
-        )  # fmt: skip
-        qkv = [x.to(dtype) for x in (q, k, v)]
+            options.scale, options.softcap, seen, sink=sink, dropout=options.dropout, seed=seed
+        )
+        qkv = given[:3] or [x.to(dtype) for x in (q, k, v)]
         return plain.attention(*qkv, terms) if at is None else plain.packed(*qkv, terms, at)
 
     exact = by_hand(torch.float64)
@@ -299,6 +291,42 @@ def check(
     like = by_hand(q.dtype if capped else torch.float32)
     assert_close("lse", lse, like[1], exact[1], softcap=capped)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
+    check_gradients(card, described, inputs, (out, lse), by_hand)
+
+
+def check_gradients(
+    card: Gluon, described: Problem, inputs: Inputs, results: tuple[Tensor, Tensor],
+    by_hand: Callable[..., tuple[Tensor, Tensor]],
+) -> None:  # fmt: skip
+    """The backward pass of a call, with gradients of out and of lse."""
+    out, lse = results
+
+    def incoming(seed: int) -> list[Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        dout, dlse = (torch.randn(x.shape, generator=g).to(x) for x in results)
+        return [dout, torch.where(lse == -torch.inf, 0.0, dlse)]
+
+    dout, dlse = incoming(7)
+    saved = Saved(out, lse, dout, dlse)
+    needs = Needs(True, True, True, False, inputs.sink is not None)
+    found = hopper.backward(described, inputs, saved, needs)
+    assert hopper.backward(described, inputs, saved, Needs(*[False] * 5)) == Gradients(*[None] * 5)
+
+    def gradients(dtype: torch.dtype, seed: int = 7) -> tuple[Tensor, ...]:
+        names = [n for n in ("q", "k", "v", "sink") if getattr(inputs, n) is not None]
+        leaves = [getattr(inputs, n).cpu().to(dtype).requires_grad_() for n in names]
+        given = [x.cpu().to(dtype) for x in incoming(seed)]
+        return torch.autograd.grad(by_hand(dtype, *leaves), leaves, given)
+
+    like, exact = gradients(out.dtype), gradients(torch.float64)
+    several = [x for x in found if x is not None]
+    assert len(several) == len(exact)
+    for n, name in enumerate(("dq", "dk", "dv", "dsink")[: len(several)]):
+        others = ((gradients(out.dtype, s)[n], gradients(torch.float64, s)[n]) for s in range(3))
+        capped = bool(described.options.softcap)
+        assert_close(name, several[n], like[n], exact[n], softcap=capped, others=others)
+    assert found.q is not None and found.q.dtype == inputs.q.dtype
+    assert found.sink is None or found.sink.dtype == getattr(inputs.sink, "dtype", None)
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -382,6 +410,20 @@ def test_zero_sizes(shape: tuple[int, ...], has_sink: bool) -> None:
     assert_same("out", out, torch.zeros_like(q))
     empty = torch.full((heads,), -torch.inf) if sink is None else sink.float()
     assert_same("lse", lse, empty.view(1, -1, 1).expand(batch, heads, queries))
+    zero_gradients(inputs, out, lse)
+
+
+def zero_gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    """But for the sink's, which is all that lse is."""
+    saved = Saved(out, lse, torch.ones_like(out), torch.ones_like(lse))
+    needs = Needs(True, True, True, False, inputs.sink is not None)
+    found = hopper.backward(Problem.of(inputs, Options(0.125)), inputs, saved, needs)
+    for name, x in zip(("q", "k", "v"), found, strict=False):
+        assert x is not None
+        assert_same(f"d{name}", x, torch.zeros_like(getattr(inputs, name)))
+    if found.sink is not None:
+        keys, rows = inputs.k.numel(), lse.numel() // max(len(found.sink), 1)
+        assert_same("dsink", found.sink, torch.full_like(found.sink, 0 if keys else rows))
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
@@ -395,6 +437,7 @@ def test_zero_sizes_packed(lengths: tuple[list[int], list[int]], has_sink: bool)
     assert_same("out", out, torch.zeros_like(q))
     empty = torch.full((2,), -torch.inf) if sink is None else sink
     assert_same("lse", lse, empty.view(2, 1).expand(2, len(q)))
+    zero_gradients(inputs, out, lse)
 
 
 LAYOUTS = {
@@ -415,6 +458,9 @@ def test_results_are_laid_out_as_announced(card: Gluon, layout: str) -> None:
     out, lse = hopper.forward(Problem.of(inputs, Options(0.125)), inputs)
     assert _laid_out(out, _swapped(q)).data_ptr() == out.data_ptr()
     assert lse.is_contiguous()
+    saved, needs = Saved(out, lse, out, None), Needs(True, True, True, False, False)
+    for x in hopper.backward(Problem.of(inputs, Options(0.125)), inputs, saved, needs)[:3]:
+        assert x is not None and _laid_out(x, x.ndim == 4).data_ptr() == x.data_ptr()
 
 
 def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:

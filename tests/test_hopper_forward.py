@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from torch import Tensor
 
 import plain
 from anyflash.kernels.hopper import launch as kernel
@@ -19,6 +18,7 @@ from anyflash.kernels.hopper.operands import addressable
 from anyflash.kernels.hopper.tiles import ROWS, Columns, Tile, choose, typical_keys
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
+from hopper_cases import INTERVALS, bounds_of, seen_by, seen_in, tensors
 from plain import Terms, assert_close, assert_same
 
 
@@ -126,34 +126,6 @@ CASES = {
 }
 
 
-def tensors(case: Case, device: torch.device) -> list[Tensor]:
-    """q, k, v in the layout of the case, amid NaN where it has gaps."""
-    g = torch.Generator().manual_seed(sum(case.shape) + sum(case.dims))
-    (b, hq, hkv, sq, sk), (d, dv) = case.shape, case.dims
-    found = []
-    for heads, rows, columns in ((hq, sq, d), (hkv, sk, d), (hkv, sk, dv)):
-        x = torch.randn(b, heads, rows, columns, generator=g).to(case.dtype).to(device)
-        if case.layout == "bshd":
-            x = x.transpose(1, 2).contiguous().transpose(1, 2)
-        elif case.layout == "fused":
-            room = torch.full((b, rows, heads, 3, 256), math.nan, dtype=case.dtype, device=device)
-            room = room[:, :, :, 1, :columns]
-            x = room.copy_(x.transpose(1, 2)).transpose(1, 2)
-        found.append(x)
-    return found
-
-
-def seen_by(options: dict[str, Any]) -> plain.Seen:
-    left, right = options.get("left"), options.get("right")
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
-        distance = j - (i + offset)
-        low = -math.inf if left is None else -left
-        return (distance >= low) & (distance <= (math.inf if right is None else right))
-
-    return seen
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_forward(gluon: Gluon, case: Case) -> None:
     q, k, v = tensors(case, gluon.device)
@@ -183,43 +155,6 @@ def test_forward(gluon: Gluon, case: Case) -> None:
     for name, x, y, z in zip(("out", "lse"), (out, lse), like, exact, strict=True):
         assert_close(name, x, y, z, softcap=softcap is not None)
     assert out.dtype == q.dtype
-
-
-# Intervals of keys by row: what each row sees, of (queries, keys) → (lo, hi) pairs of each row.
-INTERVALS = {
-    "documents": lambda i, sk: [((i // 50) * 50, (i // 50) * 50 + 50)],
-    "prefix": lambda i, sk: [(i * 0, (i + 1).clamp(min=90))],
-    "empty rows": lambda i, sk: [(i, torch.where(i % 3 == 0, i, i + 80))],
-    "first keys and a window": lambda i, sk: [(i * 0, i * 0 + 4), ((i - 30).clamp(min=4), i + 1)],
-    "two far apart": lambda i, sk: [(i // 8, i // 8 + 9), (sk - 90 - i // 4, sk - i // 4)],
-    "a long lower one": lambda i, sk: [(i * 0, i * 0 + 200), (i * 0 + sk - 20, i * 0 + sk)],
-    "one or two": lambda i, sk: [(i * 0 + 100, i * 0 + 130), (i + 200, i * 0 + 250)],
-    "all of one block": lambda i, sk: [(i * 0, torch.where(i < 128, sk, 1))],
-    "nothing": lambda i, sk: [],
-}
-
-
-def bounds_of(form: str, queries: int, keys: int) -> Tensor:
-    """(Sq, n, 2) as `RowIntervals.bounds`: sorted, empty ones last at Sk."""
-    pairs = INTERVALS[form](torch.arange(queries), keys)
-    bounds = torch.stack(
-        [torch.stack(torch.broadcast_tensors(lo, torch.as_tensor(hi)), -1) for lo, hi in pairs], 1
-    ) if pairs else torch.empty(queries, 0, 2)  # fmt: skip
-    bounds = bounds.clamp(0, keys)
-    empty = (bounds[..., 0] >= bounds[..., 1])[..., None]
-    bounds = torch.where(empty, keys, bounds)
-    order = bounds[..., 0].argsort(dim=-1, stable=True)[..., None].expand_as(bounds)
-    return bounds.gather(1, order).int()
-
-
-def seen_in(bounds: Tensor) -> plain.Seen:
-    """By rows of a batch element (1 or B, Sq, n, 2)."""
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
-        lo, hi = bounds.to(i.device)[b.clamp(max=len(bounds) - 1), i].long().unbind(-1)
-        return ((j[..., None] >= lo) & (j[..., None] < hi)).any(-1)
-
-    return seen
 
 
 @pytest.mark.parametrize("form", INTERVALS)

@@ -1,4 +1,4 @@
-"""NVIDIA Hopper: the Gluon kernels of `kernels/hopper`, forward only.
+"""NVIDIA Hopper: the Gluon kernels of `kernels/hopper`.
 
 Windows are arithmetic in the kernel, other masks row intervals. A value that a row does not see is
 multiplied by zero where a tile of keys covers it: if it is NaN or infinite, the row becomes NaN.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from anyflash.backends.base import Replay
 from anyflash.devices import Device
-from anyflash.errors import Unsupported
 from anyflash.masks.algebra import Window
 from anyflash.masks.compiled import compiled
 from anyflash.masks.index import Extent
@@ -35,10 +35,6 @@ LONGEST = 2**30  # rows or keys of a sequence, whose sums and differences stay w
 MOST_BLOCKS = 2**31 - 2**16
 LEAST_BLOCK = 128  # rows
 TRITON = (3, 6)  # the oldest that has what the kernels are written in
-
-NO_BACKWARD = (
-    "there is no backward pass here yet: call it under torch.no_grad(), or detach the inputs"
-)
 
 
 def refusal(problem: Problem, device: Device) -> str | None:
@@ -57,8 +53,6 @@ def _hardware(device: Device) -> str | None:
 
 
 def _features(problem: Problem) -> str | None:
-    if problem.gradient:
-        return NO_BACKWARD
     if problem.options.precision == "fp8":
         return "there is no FP8 kernel here yet; leave precision at None"
     if problem.dtype not in DTYPES:
@@ -126,11 +120,21 @@ def _triton() -> str | None:
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if _empty(problem, inputs):
         return _nothing(inputs)
-    device = inputs.q.get_device()
+    with _on(inputs.q):
+        return _forward(problem, inputs)
+
+
+def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gradients:
+    with _on(inputs.q):
+        return _backward(problem, inputs, saved, needs)
+
+
+def _on(q: Tensor) -> AbstractContextManager[Any]:
+    """The card that a tensor is on, as the current one."""
+    device = q.get_device()
     if device < 0 or device == torch.cuda.current_device():  # −1 is that of a CPU tensor
-        return _forward(problem, inputs)
-    with torch.cuda.device(device):
-        return _forward(problem, inputs)
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def prepare(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> Replay | None:
@@ -150,29 +154,53 @@ def _empty(problem: Problem, inputs: Inputs) -> bool:
 def _forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     from anyflash.kernels.hopper import launch
 
-    q, k, v, sink, options = inputs.q, inputs.k, inputs.v, inputs.sink, problem.options
-    starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
-    asked: dict[str, Any] = {
+    asked = {**_asked(problem, inputs), **_visible(problem, inputs)}
+    sequences = _sequences(problem, inputs)
+    run = launch.forward_packed if sequences else launch.forward
+    return run(inputs.q, inputs.k, inputs.v, **sequences, **asked)
+
+
+def _backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gradients:
+    from anyflash.kernels.hopper import launch_backward as launch
+
+    asked = {**_asked(problem, inputs), **_visible(problem, inputs, backward=True)}
+    sequences = _sequences(problem, inputs)
+    run = launch.backward_packed if sequences else launch.backward
+    results = launch.Saved(saved.out, saved.lse, saved.dout, saved.dlse)
+    asked["needs"] = launch.Needs(needs.q, needs.k, needs.v, needs.sink)
+    found = run(inputs.q, inputs.k, inputs.v, results, **sequences, **asked)
+    dsink = found.sink
+    if dsink is not None and inputs.sink is not None:
+        dsink = dsink.to(inputs.sink.dtype)
+    return Gradients(found.q, found.k, found.v, None, dsink)
+
+
+def _asked(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    sink, options = inputs.sink, problem.options
+    return {
         "scale": options.scale,
         "softcap": options.softcap,
         "sink": None if sink is None else sink.to(torch.float32).contiguous(),
         "dropout": options.dropout,
         "seed": inputs.seed,
-        **_visible(problem, inputs),
     }
+
+
+def _sequences(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """Where those of a packed batch lie; nothing of a dense one."""
+    starts_q, starts_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
     if starts_q is None or starts_k is None:
-        return launch.forward(q, k, v, **asked)
-    asked |= {"max_seqlen_q": problem.queries, "max_seqlen_k": problem.keys}
-    used = None if used is None else used.contiguous()
-    starts_q, starts_k = starts_q.contiguous(), starts_k.contiguous()
-    return launch.forward_packed(q, k, v, starts_q, starts_k, used, **asked)
+        return {}
+    return {
+        "cu_seqlens_q": starts_q.contiguous(),
+        "cu_seqlens_k": starts_k.contiguous(),
+        "seqused_k": None if used is None else used.contiguous(),
+        "max_seqlen_q": problem.queries,
+        "max_seqlen_k": problem.keys,
+    }
 
 
-def backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gradients:
-    raise Unsupported(problem.describe(), {name: NO_BACKWARD})
-
-
-def _visible(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+def _visible(problem: Problem, inputs: Inputs, backward: bool = False) -> dict[str, Any]:
     """The mask in the kernel's terms."""
     mask, extent = inputs.mask, problem.extent
     if mask is None:
@@ -185,7 +213,7 @@ def _visible(problem: Problem, inputs: Inputs) -> dict[str, Any]:
     form = compiled(mask, extent, inputs.q.device)
     if not isinstance(form, RowIntervals):
         raise TypeError("a tile map, which refusal() should have refused")
-    return {"bounds": form.bounds}
+    return {"bounds": form.bounds} | ({"query_tiles": form.query_tiles} if backward else {})
 
 
 def _nothing(inputs: Inputs) -> tuple[Tensor, Tensor]:

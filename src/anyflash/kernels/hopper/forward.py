@@ -45,7 +45,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -61,17 +60,20 @@ from anyflash.kernels.hopper.masking import (
     plan,
 )
 from anyflash.kernels.hopper.pipeline import channel, matrix, place
+from anyflash.kernels.hopper.products import accumulate, finish, multiply
 from anyflash.kernels.hopper.schedule import (
     END,
     Block,
     Schedule,
+    block_numbers,
     corner,
     dense_block,
     packed_block,
     ragged,
-    read_ticket,
-    ticket,
+    read_block,
+    read_tiles,
     tickets,
+    tile_numbers,
 )
 from anyflash.kernels.hopper.softmax import (
     LN2,
@@ -155,35 +157,6 @@ def take_turns(PINGPONG: gl.constexpr, KIND: gl.constexpr, WHO: gl.constexpr):
 
 
 @gluon.jit
-def multiply(q_tile, k, slot, s_zero):
-    """S = Q K^T, started."""
-    s = warpgroup_mma(
-        q_tile[0], k.panel(slot, 0).permute((1, 0)), s_zero, use_acc=False, is_async=True
-    )
-    for n in gl.static_range(1, k.PANELS):
-        s = warpgroup_mma(q_tile[n], k.panel(slot, n).permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def accumulate(p, v, slot, o):
-    """O += P V, started, for each panel."""
-    started = ()
-    for n in gl.static_range(v.PANELS):
-        started = started + (warpgroup_mma(p, v.panel(slot, n), o[n], is_async=True),)  # noqa: RUF005
-    return started
-
-
-@gluon.jit
-def finish(started):
-    """Waits for all products."""
-    if len(started) == 1:
-        return (warpgroup_mma_wait(0, [started[0]]),)
-    else:
-        return warpgroup_mma_wait(0, started)
-
-
-@gluon.jit
 def scale_rows(o, factor):
     factor = gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout))[:, None]
     scaled = ()
@@ -208,11 +181,11 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     number = gl.program_id(0)
     while number < total:
         if FLAGS.PACKED:
-            block = packed_block(number, total, schedule, packing, BLOCK_Q)
+            block = packed_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
         else:
             block = dense_block(number, schedule, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
-        draw.give(ticket(block, tiles, FLAGS), turn)
+        draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
         number = total
         if FLAGS.DYNAMIC:
             number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
@@ -235,7 +208,8 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
             v.fill(descs.v, place_v, slot, phase)
             step += 1
         turn += 1
-    draw.give(ticket(Block(0, 0, END, 0, 0, 0, 0), Tiles(0, 0, 0, 0, 0, 0), FLAGS), turn)
+    end = Block(0, 0, END, 0, 0, 0, 0)
+    draw.give(block_numbers(end, FLAGS) + tile_numbers(Tiles(0, 0, 0, 0, 0, 0), FLAGS), turn)
 
 
 @gluon.jit
@@ -322,8 +296,10 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
     step = 0
     if WHO == CONSUMERS - 1:
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the first consumer waits for it, to begin
-    block, tiles = read_ticket(draw.take(turn, COUNT), queries, keys, FLAGS)
+    ticket = draw.take(turn, COUNT)
+    block = read_block(ticket, queries, keys, FLAGS)
     while block.row != END:
+        tiles = read_tiles(ticket, FLAGS)
         row = block.row + WHO * POSITIONS
         rows = row + mine % POSITIONS
         row_heads = block.head * FLAGS.HEADS + mine // POSITIONS
@@ -398,7 +374,8 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
             tma.store_wait(0)  # the output has left the place of Q
             q.release(WHO)
         turn += 1
-        block, tiles = read_ticket(draw.take(turn, COUNT), queries, keys, FLAGS)
+        ticket = draw.take(turn, COUNT)
+        block = read_block(ticket, queries, keys, FLAGS)
     tma.store_wait(0)  # shared memory is gone when the program ends
     if WHO == 0:
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # takes the last arrival: none may be left over

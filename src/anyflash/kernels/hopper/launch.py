@@ -83,7 +83,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     the last key that `bounds` let a tile of rows see, has no effect, whatever it is.
     """
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return _launch(q, k, v, lse, None, _dense(q, k), Options(**options))
+    return _launch(q, k, v, lse, None, dense_lengths(q, k), Options(**options))
 
 
 def forward_packed(
@@ -104,15 +104,14 @@ def forward_packed(
         out (total_q, Hq, Dv) and lse (Hq, total_q). Neither another sequence nor an unused key
         changes them, whatever it holds.
     """
-    total_q, heads, _ = q.shape
-    n = cu_seqlens_q.shape[0] - 1
-    longest_q = total_q if max_seqlen_q is None else max_seqlen_q
-    longest_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
-    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    starts = cu_seqlens_q, cu_seqlens_k, used
-    lse = torch.empty((heads, total_q), dtype=torch.float32, device=q.device)
-    lengths = Lengths(n, total_q, k.shape[0], longest_q, longest_k, True)
+    starts = cu_seqlens_q, cu_seqlens_k, seqused_k
+    starts, lengths = packed_lengths(q, k, starts, max_seqlen_q, max_seqlen_k)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     return _launch(q, k, v, lse, starts, lengths, Options(**options))
+
+
+# Where the sequences of a packed batch begin in q and in k, and how many keys of each count.
+Starts = tuple[Tensor, Tensor, Tensor]
 
 
 class Lengths(NamedTuple):
@@ -246,7 +245,7 @@ def prepare(
     contiguous = lse.numel() > 0 and lse.is_contiguous()
     if not contiguous or not all(map(lawful, (q, k, v, out))):
         return None
-    plan, o = _planned(q, k, v, _dense(q, k), o)
+    plan, o = _planned(q, k, v, dense_lengths(q, k), o)
     dynamic = plan.flags.DYNAMIC
     new_counter = partial(torch.zeros, 1, dtype=torch.int32, device=q.device)
     counter = torch.empty(1, dtype=torch.int32, device=q.device) if dynamic else lse
@@ -277,7 +276,7 @@ def _another(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, starts: tuple[Tensor, Tensor, Tensor] | None,
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, starts: Starts | None,
     lengths: Lengths, o: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = in_place(q), in_place(k), in_place(v)
@@ -291,10 +290,23 @@ def _launch(
     return out, lse
 
 
-def _dense(q: Tensor, k: Tensor) -> Lengths:
+def dense_lengths(q: Tensor, k: Tensor) -> Lengths:
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     return Lengths(batch, queries, keys, queries, keys, False)
+
+
+def packed_lengths(
+    q: Tensor, k: Tensor, starts: tuple[Tensor, Tensor, Tensor | None], longest_q: int | None,
+    longest_k: int | None,
+) -> tuple[Starts, Lengths]:  # fmt: skip
+    """Starts of q and k with how many keys count, and the sizes of the call."""
+    starts_q, starts_k, used = starts
+    n, total_q, total_k = starts_q.shape[0] - 1, q.shape[0], k.shape[0]
+    longest_q = total_q if longest_q is None else longest_q
+    longest_k = total_k if longest_k is None else longest_k
+    used = starts_k.diff() if used is None else used
+    return (starts_q, starts_k, used), Lengths(n, total_q, total_k, longest_q, longest_k, True)
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: Options) -> tuple[Plan, Options]:
@@ -311,7 +323,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: Options) -> t
 
 def _arguments(
     plan: Plan, o: Options, tensors: tuple[Tensor, Tensor, Tensor, Tensor], lse: Tensor,
-    counter: Tensor, starts: tuple[Tensor, Tensor, Tensor] | None,
+    counter: Tensor, starts: Starts | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Those of the kernel, in order, for addressable q, k, v and out."""
     q, k, v, out = tensors
@@ -320,7 +332,7 @@ def _arguments(
     positions = ROWS.value // share
     packing, v_rows = None, 0
     if starts is not None:
-        packing = _packing(starts, tile.block_q // share)
+        packing = packing_of(starts, tile.block_q // share, False)
     if bounds is None or starts is not None:
         v_operand = describe(v, tile.block_kv, tile.v.width)
     else:
@@ -339,7 +351,12 @@ def _arguments(
     )  # fmt: skip
 
 
-def _packing(starts: tuple[Tensor, Tensor, Tensor], block_q: int) -> Packing:
-    blocks = (starts[0].diff() + (block_q - 1)) // block_q
+def packing_of(starts: Starts, block: int, of_keys: bool, least: int = 0) -> Packing:
+    """Where sequences lie, seen from the side that has the blocks; each has `least` of them."""
+    starts_q, starts_k, used_k = starts
+    used_q = starts_q.diff()
+    if of_keys:
+        starts_q, starts_k, used_q, used_k = starts_k, starts_q, used_k, used_q
+    blocks = ((used_q + (block - 1)) // block).clamp_(min=least)
     first_block = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
-    return Packing(first_block, *starts)
+    return Packing(first_block, starts_q, starts_k, used_q, used_k)

@@ -11,6 +11,20 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+GRANULE = gl.constexpr(64)  # of queries and of keys, in what a mask is compiled to
+
+
+class Block(NamedTuple):
+    """Some query rows of one head, or, under HEADS, of as many heads that have one key head."""
+
+    batch: Any  # batch element, or sequence of a packed batch
+    head: Any  # or, under HEADS, so many groups of heads come before
+    row: Any  # the first one, counted from the sequence's first; END if there is no block
+    queries: Any  # length of the sequence
+    keys: Any
+    q_start: Any  # where the sequence begins among all rows of a packed batch; else 0
+    k_start: Any
+
 
 class Limits(NamedTuple):
     """What rows see, for all blocks; what FLAGS do not name is not looked at."""
@@ -20,6 +34,13 @@ class Limits(NamedTuple):
     bounds: Any  # int32 (1 or B, Sq, INTERVALS, 2), or (1, total_q, INTERVALS, 2) of a packed batch
     bounds_rows: Any  # rows from one batch element to the next: 0 or Sq
     v_rows: Any  # rows of v from one batch element to the next; not of a packed batch
+
+
+class Ranges(NamedTuple):
+    """Under INTERVALS, which queries need which keys: `RowIntervals.query_tiles`."""
+
+    pointer: Any  # int32 (1 or B, tiles of GRANULE keys, 2)
+    rows: Any  # tiles from one batch element to the next
 
 
 class Tiles(NamedTuple):
@@ -156,3 +177,64 @@ def mask_scores(s, key, rows, block, limits, FLAGS: gl.constexpr):
         if FLAGS.LEFT:
             seen = seen & (keys >= (position - limits.left)[:, None])
     return gl.where(seen, s, -float("inf"))
+
+
+# Seen from the keys: blocks are of keys, and walk over tiles of queries. A window looks the same
+# from there, with its sides exchanged; intervals belong to queries.
+
+
+@gluon.jit
+def turned(block):
+    """The block with its two sides exchanged."""
+    return Block(
+        block.batch, block.head, block.row, block.keys, block.queries, block.k_start, block.q_start
+    )
+
+
+@gluon.jit
+def query_range(block, ranges, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Tiles of queries that a block of keys may need: the first, and how many, at least 1."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    begin = block.q_start + block.row
+    granules = begin // GRANULE + gl.arange(0, 32, layout=lanes)
+    end = block.q_start + gl.minimum(block.row + ROWS, block.queries)
+    pointer = ranges.pointer + (block.batch.to(gl.int64) * ranges.rows + granules) * 2
+    first = gl.load(pointer, mask=granules * GRANULE < end, other=0)
+    last = gl.load(pointer + 1, mask=granules * GRANULE < end, other=0)
+    first = gl.min(gl.where(first < last, first, 1 << 24), 0) * GRANULE - block.k_start
+    last = gl.minimum(gl.max(last, 0) * GRANULE - block.k_start, block.keys)
+    first = gl.maximum(first, 0) // BLOCK_Q
+    last = (gl.maximum(last, 0) + BLOCK_Q - 1) // BLOCK_Q
+    none = first >= last
+    return gl.where(none, 0, first), gl.where(none, 1, last - first)
+
+
+@gluon.jit
+def sight(block, tile, limits, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
+    """What a tile of queries sees of a block of keys: 0 nothing, 2 all of it, each, else 1."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=lanes)
+    exists = rows < block.keys
+    end = gl.minimum(block.row + ROWS, block.queries)
+    some = rows < 0
+    all_keys = rows < 0
+    for n in gl.static_range(FLAGS.INTERVALS):
+        lo, hi = interval(turned(block), limits, rows, exists, n, FLAGS)
+        some = some | ((lo < hi) & (lo < end) & (hi > block.row))
+        all_keys = all_keys | ((lo <= block.row) & (hi >= end))
+    some = gl.max((exists & some).to(gl.int32), 0)
+    return some + some * gl.min((exists & all_keys).to(gl.int32), 0)
+
+
+@gluon.jit
+def mask_columns(s, query, rows, block, limits, FLAGS: gl.constexpr):
+    """`mask_scores` of keys × queries under INTERVALS: −inf where a query does not see a key."""
+    BLOCK_Q: gl.constexpr = s.shape[1]
+    columns = query + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, s.type.layout))
+    exists = columns < block.keys
+    lo, hi = interval(turned(block), limits, columns, exists, 0, FLAGS)
+    seen = (rows[:, None] >= lo[None, :]) & (rows[:, None] < hi[None, :])
+    if FLAGS.INTERVALS > 1:
+        lo, hi = interval(turned(block), limits, columns, exists, 1, FLAGS)
+        seen = seen | ((rows[:, None] >= lo[None, :]) & (rows[:, None] < hi[None, :]))
+    return gl.where(seen & exists[None, :], s, -float("inf"))

@@ -67,6 +67,17 @@ def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
     return Operand(x, view), apart
 
 
+def describe_rows(x: Tensor, columns: int) -> Operand:
+    """A contiguous tensor of float32 (rows, n), in boxes of one row × columns."""
+    return Operand(x, _rows(x.shape, columns))
+
+
+@lru_cache(maxsize=KEPT)
+def _rows(shape: Sizes, columns: int) -> View:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return View(tuple(shape), (shape[1], 1), box(torch.float32, (1, columns), layout))
+
+
 @lru_cache(maxsize=KEPT)
 def _lawful(shape: Sizes, strides: Sizes, itemsize: int) -> bool:
     steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]

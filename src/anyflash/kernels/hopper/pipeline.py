@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from anyflash.kernels.hopper.compat import aggregate, async_load
+from anyflash.kernels.hopper.compat import aggregate, async_load, barrier
 
 
 @gluon.jit
@@ -27,6 +27,32 @@ def matrix(tile):
     rows: gl.constexpr = tile.shape[RANK - 3] * tile.shape[RANK - 2]
     columns: gl.constexpr = tile.shape[RANK - 1]
     return tile.reshape([rows, columns])
+
+
+@gluon.jit
+def room_for_numbers(COUNT: gl.constexpr):
+    """Shared memory for so many numbers, each in a place of its own."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
+
+
+@gluon.jit
+def put(memory, first, numbers):
+    """Producer: numbers into shared memory, for readers who are told by an arrival after this."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(len(numbers)):
+        memory.index(first + i).store(gl.full([1], numbers[i], gl.int32, one))
+    barrier()  # one lane arrives, after the lanes that stored
+
+
+@gluon.jit
+def get(memory, first, COUNT: gl.constexpr):
+    """Reader: so many numbers of `put`."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    numbers = ()
+    for i in gl.static_range(COUNT):
+        numbers = numbers + (gl.max(memory.index(first + i).load(one), 0),)  # noqa: RUF005
+    return numbers
 
 
 @aggregate
@@ -47,7 +73,17 @@ class Channel:
     def fill(self, desc, corner, slot, phase):
         """Producer: waits until the readers have released the slot, then starts copies into it.
         `corner` is where the tile begins on all axes but the last."""
+        self.acquire(slot, phase)
+        self.commit(desc, corner, slot)
+
+    @gluon.jit
+    def acquire(self, slot, phase):
+        """Producer: waits until the readers have released the slot."""
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
+
+    @gluon.jit
+    def commit(self, desc, corner, slot):
+        """Producer: starts copies into a slot that it has acquired."""
         full = self.full.index(slot)
         mbarrier.expect(full, desc.block_type.nbytes * self.PANELS)
         WIDTH: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]

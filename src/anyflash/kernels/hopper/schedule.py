@@ -13,24 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anyflash.kernels.hopper.compat import aggregate, barrier
-from anyflash.kernels.hopper.masking import Tiles
-from anyflash.kernels.hopper.pipeline import place
+from anyflash.kernels.hopper.masking import Block, Tiles
+from anyflash.kernels.hopper.pipeline import get, place, put, room_for_numbers
 
 SLOTS = gl.constexpr(2)  # so that the next block can be given before all have taken the last
 FIELDS = gl.constexpr(13)  # the most numbers of a ticket
 END = gl.constexpr(-1)
-
-
-class Block(NamedTuple):
-    """Some query rows of one head, or, under HEADS, of as many heads that have one key head."""
-
-    batch: Any  # batch element, or sequence of a packed batch
-    head: Any  # or, under HEADS, so many groups of heads come before
-    row: Any  # the first one, counted from the sequence's first; END if there is no block
-    queries: Any  # length of the sequence
-    keys: Any
-    q_start: Any  # where the sequence begins among all rows of a packed batch; else 0
-    k_start: Any
 
 
 class Schedule(NamedTuple):
@@ -43,6 +31,7 @@ class Schedule(NamedTuple):
     Under a causal mask all heads do the later half of their blocks, then half of what is left, and
     so on: the blocks that even out what programs have done come last, and short, whatever the
     number of sections. The keys of a head are fewer each time by half, and sections twice as large.
+    Under LEFT alone it is the first blocks that are long, and all of it is the other way round.
     """
 
     batch: Any
@@ -59,7 +48,8 @@ class Packing(NamedTuple):
     first_block: Any  # (n + 1,): blocks of one head in all sequences before
     q_starts: Any  # (n + 1,)
     k_starts: Any  # (n + 1,)
-    k_used: Any  # (n,): how many keys of each sequence count
+    q_used: Any  # (n,): how many queries of each sequence count
+    k_used: Any  # (n,): how many keys
 
 
 @gluon.jit
@@ -75,9 +65,10 @@ def split(number, heads, section, blocks):
 def dense_block(number, schedule, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
     heads = schedule.batch * schedule.heads
     section = schedule.section
+    blocks = gl.cdiv(schedule.queries, BLOCK_Q)
     begin = 0
-    end = gl.cdiv(schedule.queries, BLOCK_Q)
-    if FLAGS.RIGHT and not FLAGS.LEFT:
+    end = blocks
+    if FLAGS.LEFT != FLAGS.RIGHT:
         begin = end // 2
         while (begin > 0) & (number >= heads * (end - begin)):
             number -= heads * (end - begin)
@@ -85,13 +76,18 @@ def dense_block(number, schedule, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
             begin = end // 2
             section = gl.minimum(2 * section, heads)
     head, block = split(number, heads, section, end - begin)
-    row = (end - 1 - block) * BLOCK_Q
+    block = end - 1 - block
+    if FLAGS.LEFT and not FLAGS.RIGHT:
+        block = blocks - 1 - block
     batch = head // schedule.heads
+    row = block * BLOCK_Q
     return Block(batch, head % schedule.heads, row, schedule.queries, schedule.keys, 0, 0)
 
 
 @gluon.jit
-def packed_block(number, total, schedule, packing, BLOCK_Q: gl.constexpr):
+def packed_block(
+    number, total, schedule, packing, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr
+):  # fmt: skip
     """One warp looks at 256 sequences at a time; how many of them begin no later is the answer."""
     blocks = total // schedule.heads
     head, block = split(number, schedule.heads, schedule.section, blocks)
@@ -103,10 +99,14 @@ def packed_block(number, total, schedule, packing, BLOCK_Q: gl.constexpr):
         n += gl.sum((starts <= block).to(gl.int32), 0)
     # Sequences without queries have no blocks: of several with one start the last is meant.
     q_start = gl.load(packing.q_starts + n)
-    queries = gl.load(packing.q_starts + n + 1) - q_start
+    queries = gl.load(packing.q_used + n)
     keys = gl.load(packing.k_used + n)
     # The longest blocks of a sequence first, as in a dense batch.
-    row = (gl.load(packing.first_block + n + 1) - 1 - block) * BLOCK_Q
+    if FLAGS.LEFT and not FLAGS.RIGHT:
+        block = block - gl.load(packing.first_block + n)
+    else:
+        block = gl.load(packing.first_block + n + 1) - 1 - block
+    row = block * BLOCK_Q
     return Block(n, head, row, queries, keys, q_start, gl.load(packing.k_starts + n))
 
 
@@ -132,35 +132,46 @@ def ragged(start, length, head, row):
 
 
 @gluon.jit
-def ticket(block, tiles, FLAGS: gl.constexpr):
-    """What consumers have to be told, as numbers; the row comes first."""
+def block_numbers(block, FLAGS: gl.constexpr):
+    """What readers have to be told of a block, the row first."""
     numbers = (block.row, block.batch, block.head)
-    numbers = numbers + (tiles.last, tiles.masked, tiles.clear_end, tiles.clear)  # noqa: RUF005
-    if FLAGS.INTERVALS > 1:
-        numbers = numbers + (tiles.gap_end, tiles.gap)  # noqa: RUF005
     if FLAGS.PACKED:
         numbers = numbers + (block.queries, block.keys, block.q_start, block.k_start)  # noqa: RUF005
     return numbers
 
 
 @gluon.jit
-def read_ticket(numbers, queries, keys, FLAGS: gl.constexpr):
-    """Block and tiles of a ticket; lengths are the batch's unless it is packed."""
-    gap_end = 0
-    gap = 0
-    if FLAGS.INTERVALS > 1:
-        gap_end = numbers[7]
-        gap = numbers[8]
+def read_block(numbers, queries, keys, FLAGS: gl.constexpr):
+    """The block of `block_numbers`; lengths are the batch's unless it is packed."""
     q_start = 0
     k_start = 0
     if FLAGS.PACKED:
-        BEHIND: gl.constexpr = 9 if FLAGS.INTERVALS > 1 else 7
-        queries = numbers[BEHIND]
-        keys = numbers[BEHIND + 1]
-        q_start = numbers[BEHIND + 2]
-        k_start = numbers[BEHIND + 3]
-    block = Block(numbers[1], numbers[2], numbers[0], queries, keys, q_start, k_start)
-    return block, Tiles(numbers[3], numbers[4], numbers[5], numbers[6], gap_end, gap)
+        queries = numbers[3]
+        keys = numbers[4]
+        q_start = numbers[5]
+        k_start = numbers[6]
+    return Block(numbers[1], numbers[2], numbers[0], queries, keys, q_start, k_start)
+
+
+@gluon.jit
+def tile_numbers(tiles, FLAGS: gl.constexpr):
+    """What readers have to be told of the block's tiles."""
+    numbers = (tiles.last, tiles.masked, tiles.clear_end, tiles.clear)
+    if FLAGS.INTERVALS > 1:
+        numbers = numbers + (tiles.gap_end, tiles.gap)  # noqa: RUF005
+    return numbers
+
+
+@gluon.jit
+def read_tiles(numbers, FLAGS: gl.constexpr):
+    """The tiles of `tile_numbers`, which stand behind those of a block."""
+    AT: gl.constexpr = 7 if FLAGS.PACKED else 3
+    gap_end = 0
+    gap = 0
+    if FLAGS.INTERVALS > 1:
+        gap_end = numbers[AT + 4]
+        gap = numbers[AT + 5]
+    return Tiles(numbers[AT], numbers[AT + 1], numbers[AT + 2], numbers[AT + 3], gap_end, gap)
 
 
 @aggregate
@@ -181,23 +192,16 @@ class Tickets:
     def give(self, numbers, turn):
         """Producer: waits until all readers have taken what was in the slot."""
         slot, phase = place(turn, SLOTS)
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
-        for i in gl.static_range(len(numbers)):
-            self.numbers.index(slot * FIELDS + i).store(gl.full([1], numbers[i], gl.int32, one))
-        barrier()  # one lane arrives, after the lanes that stored
+        put(self.numbers, slot * FIELDS, numbers)
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def take(self, turn, COUNT: gl.constexpr):
         """Reader: waits for the producer's numbers."""
         slot, phase = place(turn, SLOTS)
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         mbarrier.wait(self.full.index(slot), phase)
-        numbers = ()
-        for i in gl.static_range(COUNT):
-            number = self.numbers.index(slot * FIELDS + i).load(one)
-            numbers = numbers + (gl.max(number, 0),)  # noqa: RUF005
+        numbers = get(self.numbers, slot * FIELDS, COUNT)
         barrier()  # one thread arrives, after all threads have loaded
         mbarrier.arrive(self.empty.index(slot), count=1)
         return numbers
@@ -205,8 +209,7 @@ class Tickets:
 
 @gluon.jit
 def tickets(READERS: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
+    numbers = room_for_numbers(SLOTS * FIELDS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):

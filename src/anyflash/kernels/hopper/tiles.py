@@ -9,7 +9,7 @@ and 16 K. From card to card and run to run the same kernel differs by 2 %, under
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Shared memory that a program can have on Hopper: 227 KiB.
 SHARED_BYTES = 232448
@@ -166,4 +166,88 @@ def choose(columns: int, columns_v: int, keys: int) -> Tile:
         if fits and (most_keys is None or keys <= most_keys):
             return tile
     most = ROWS[-1].tile.qk.total
+    raise ValueError(f"heads of {columns} and {columns_v} columns: at most {most} fit a tile")
+
+
+# Backward.
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One way to run the backward kernel, from the queries or from the keys."""
+
+    qk: Columns
+    v: Columns
+    block: int  # rows of a tile of the other side
+    slots: int  # of Y: K, or Q with its statistics; at least 2, since S is a tile ahead
+    slots_2: int  # of Y': V or dO
+    first: bool = True  # A, which is dQ or dK
+    second: bool = False  # A', which is dV
+    shared_out: bool = True  # results take the places of X and X', and the next ones wait for them
+    own_registers: bool = False  # X and X' are multiplied from registers
+    consumers: int = 2
+    registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
+
+    def __post_init__(self) -> None:
+        if (
+            not {self.qk.width, self.v.width} <= set(WIDTHS)
+            or self.block not in (32, 64, 128)
+            or min(self.qk.boxes, self.v.boxes, self.slots - 1, self.slots_2) < 1
+            or not (self.first or self.second)
+            or self.shared_bytes > SHARED_BYTES
+        ):
+            raise ValueError(f"no kernel for {self}")
+
+    @property
+    def block_own(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def shared_bytes(self) -> int:
+        """X and X', results, all slots of Y, Y' and the statistics, notes, barriers, 2 tickets."""
+        qk, v = self.qk.total, self.v.total
+        results = 0 if self.shared_out else qk + (v if self.second else 0)
+        numbers = self.block_own * (qk + v + results)
+        numbers += self.block * (self.slots * qk + self.slots_2 * v)
+        barriers = 2 * (2 * self.consumers + 2 * self.slots + self.slots_2 + 2)
+        statistics = self.slots * 2 * 64 * 4
+        return 2 * numbers + statistics + 8 * barriers + self.slots * 32 + 2 * TICKET_BYTES
+
+
+class Split(NamedTuple):
+    """The walks of `split`, the backward in seven products and, if dK and dV do not fit beside each
+    other, an eighth: S once more."""
+
+    queries: Walk  # dQ
+    keys: Walk | None  # dK and dV
+    key: Walk  # dK alone
+    value: Walk  # dV alone
+
+
+def _split(qk: Columns, v: Columns, together: bool, **of_all: Any) -> Split:
+    fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | of_all
+    return Split(
+        Walk(qk, v, **fields),
+        Walk(qk, v, **fields, second=True) if together else None,
+        Walk(qk, v, **fields),
+        Walk(qk, v, **fields, first=False, second=True),
+    )
+
+
+# No row has been measured yet.
+SPLITS = (
+    _split(Columns(64), Columns(64), True, slots=3, slots_2=3, own_registers=True),
+    _split(Columns(128), Columns(128), True),
+    _split(Columns(64, 3), Columns(64, 2), False),
+    _split(Columns(64, 3), Columns(64, 3), False),
+    _split(Columns(256), Columns(256), False, slots_2=1),
+)
+
+
+def choose_split(columns: int, columns_v: int) -> Split:
+    """The walks for heads of so many columns of Q and K, and of V."""
+    for split in SPLITS:
+        if columns <= split.queries.qk.total and columns_v <= split.queries.v.total:
+            return split
+    most = SPLITS[-1].queries.qk.total
     raise ValueError(f"heads of {columns} and {columns_v} columns: at most {most} fit a tile")

@@ -1,0 +1,516 @@
+"""Backward of attention on Hopper: one walk, which is taken from either side.
+
+A program has blocks of 64 · CONSUMERS rows of its own side, and for each of them walks over the
+tiles of BLOCK rows of the other side that they see, those that need a mask first. Seen from the
+queries it makes dQ; seen from the keys, with KEYS, S, dP and dS are transposed, and it makes dK
+(FIRST) and dV (SECOND), one of them or both:
+
+    side     X, X'     Y, Y'     A      A'
+    queries  Q, dO     K, V      dQ
+    keys     K, V      Q, dO     dK     dV
+
+    A, A' = 0, 0
+    for each tile:
+        S  = X Y^T                         [64, BLOCK] in each consumer
+        dP = X' Y'^T                       under the exponentials
+        P  = 2^(S · scale · log2 e − lse)  0 where the mask forbids
+        A' += P Y'                         [64, Dv]
+        dS = P ∘ (dP − delta)
+        A  += dS Y                         [64, D]
+    A · scale, A'
+
+with delta = rowsum(dO ∘ O) − dlse and lse in powers of two, both made by `statistics`. A walk from
+the queries and one from the keys are `split`, the backward in seven products: nothing is added up
+in memory, so that it is deterministic.
+
+One warp, the producer, starts all copies from global memory and says of each tile where it lies,
+whether it needs a mask and whether it is the last one; each consumer is a warpgroup with 64 rows.
+The heads of queries that have one key head are walked over one after the other, and their dK and dV
+are added up in registers.
+
+Block, Limits and Tiles are those of forward: from the keys, "queries" are its own side, the keys,
+and "keys" are the queries. Where they are not multiples, rows beyond a sequence are zeros in shared
+memory; results of rows beyond it are not written.
+
+Shapes: q, dq (B, Hq, Sq, D), k, dk (B, Hkv, Sk, D), v, dv (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv), in
+strides that TMA takes, through descriptors of four axes; packed (total, H, ·), through ragged ones.
+Columns are one box of TMA, or PANELS of them side by side. statistics: see there.
+
+Source: FlashAttention-2 (Dao, 2023, algorithm 2), and for the two walks Metal FlashAttention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from anyflash.kernels.hopper.compat import async_store, barrier
+from anyflash.kernels.hopper.dropout import Dropout, drop, drop_turned
+from anyflash.kernels.hopper.masking import (
+    Block,
+    Limits,
+    Ranges,
+    Tiles,
+    mask_columns,
+    mask_scores,
+    nth_tile,
+    plan,
+    query_range,
+    sight,
+)
+from anyflash.kernels.hopper.pipeline import channel, get, matrix, place, put, room_for_numbers
+from anyflash.kernels.hopper.products import accumulate, finish, multiply
+from anyflash.kernels.hopper.schedule import (
+    END,
+    Schedule,
+    block_numbers,
+    corner,
+    dense_block,
+    packed_block,
+    ragged,
+    read_block,
+    tickets,
+)
+from anyflash.kernels.hopper.softmax import logits
+from anyflash.kernels.hopper.statistics import first_tile
+
+ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
+NOTE = gl.constexpr(2)  # numbers that the producer says of a tile
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors over (B, H, S, D); the boxes are [1, 1, rows, columns]."""
+
+    own: Any  # X: q or k, rows of one consumer
+    own_2: Any  # X': do or v
+    other: Any  # Y: k or q, BLOCK rows
+    other_2: Any  # Y': v or do
+    out: Any  # A: dq or dk, rows of one consumer
+    out_2: Any  # A': dv
+    statistics: Any  # of queries, (heads · tiles, 2 · 64), the box is one of them
+
+
+class Channels(NamedTuple):
+    own: Any
+    own_2: Any
+    other: Any
+    other_2: Any
+    statistics: Any  # only with KEYS: those of the queries in `other`'s slot
+
+
+class Numbers(NamedTuple):
+    """What makes weights of scores, as in forward."""
+
+    scale_log2: Any
+    scale: Any
+    softcap: Any
+    kept: Any
+
+
+class Apart(NamedTuple):
+    """From the queries under INTERVALS, but not of a packed batch: rows from one batch element to
+    the next."""
+
+    other: Any
+    other_2: Any
+
+
+class Heads(NamedTuple):
+    """How statistics are found: their row is a head of queries, of all batch elements."""
+
+    heads: Any  # of queries
+    tiles: Any  # of statistics in a head
+
+
+class Flags(NamedTuple):
+    """Compile-time constants: what a problem asks for, and how it is done."""
+
+    KEYS: Any  # seen from the keys
+    FIRST: Any  # A is asked for
+    SECOND: Any  # A' is asked for
+    LEFT: Any
+    RIGHT: Any
+    INTERVALS: Any
+    SCALED: Any
+    SOFTCAP: Any
+    DROPOUT: Any
+    PACKED: Any
+    DYNAMIC: Any  # programs draw blocks from the counter; else each has one at most
+    PANELS: Any  # boxes that make up a tile of Q or K, and of V or dO
+    SHARED: Any  # results take the place of X and X' in shared memory
+    REGISTERS: Any  # X and X' are multiplied from registers
+
+
+@gluon.jit
+def head_of_statistics(block, head, heads, PACKED: gl.constexpr):
+    """Of a head of queries: its number among all batch elements, but for packed ones."""
+    return head if PACKED else block.batch * heads.heads + head
+
+
+@gluon.jit
+def candidates(block, limits, ranges, BLOCK_OWN: gl.constexpr, BLOCK: gl.constexpr,
+               FLAGS: gl.constexpr):  # fmt: skip
+    """Tiles that a block may need: the first, and how many; from the queries, and under windows,
+    the plan that says which, and one past the last key that any of them sees."""
+    if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+        first, count = query_range(block, ranges, BLOCK_OWN, BLOCK)
+        return first, count, Tiles(0, 0, 0, 0, 0, 0), 0
+    else:
+        tiles, seen = plan(block, limits, BLOCK_OWN, BLOCK, FLAGS)
+        return 0, tiles.masked + tiles.clear, tiles, seen
+
+
+@gluon.jit
+def seek(j, first, count, tiles, block, limits, BLOCK_OWN: gl.constexpr, BLOCK: gl.constexpr,
+         FLAGS: gl.constexpr):  # fmt: skip
+    """The next candidate from the j-th on that sees the block, or `count`, and whether it needs a
+    mask."""
+    if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+        seen = sight(block, first + j, limits, BLOCK_OWN, BLOCK, FLAGS)
+        while (j < count) & (seen == 0):
+            j += 1
+            seen = sight(block, first + j, limits, BLOCK_OWN, BLOCK, FLAGS)
+        return j, (seen < 2).to(gl.int32)
+    else:
+        return j, (j < tiles.masked).to(gl.int32)
+
+
+@gluon.jit
+def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    descs, channels, notes, draw, limits, heads = work
+    own, own_2, other, other_2, statistics = channels
+    schedule, packing, counter, total, ranges, rows = sources
+    BLOCK_OWN: gl.constexpr = CONSUMERS * ROWS
+    SLOTS: gl.constexpr = other.full.type.shape[0]
+    SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
+    RANK: gl.constexpr = len(other.tiles.type.shape)
+    BLOCK: gl.constexpr = other.tiles.type.shape[RANK - 2]
+    if FLAGS.PACKED:
+        total = gl.load(packing.first_block + schedule.batch) * schedule.heads
+    turn = 0
+    step = 0
+    number = gl.program_id(0)
+    while number < total:
+        if FLAGS.PACKED:
+            block = packed_block(number, total, schedule, packing, BLOCK_OWN, FLAGS)
+        else:
+            block = dense_block(number, schedule, BLOCK_OWN, FLAGS)
+        draw.give(block_numbers(block, FLAGS), turn)
+        number = total
+        if FLAGS.DYNAMIC:
+            number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        first, count, tiles, seen = candidates(block, limits, ranges, BLOCK_OWN, BLOCK, FLAGS)
+        # Of the other side: all heads that have this key head, or the key head that this one has.
+        head = block.head * schedule.group if FLAGS.KEYS else block.head // schedule.group
+        end = head + schedule.group if FLAGS.KEYS else head + 1
+        fresh = 1
+        while head < end:
+            j, masked = seek(0, first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS)
+            none = j == count  # one with a mask then, so that it needs no path of its own
+            j = gl.where(none, 0, j)
+            masked = gl.where(none, 1, masked)
+            while j < count:
+                after, its = seek(
+                    j + 1, first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS
+                )
+                if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+                    tile = first + j
+                else:
+                    tile = nth_tile(j, tiles, FLAGS)
+                slot, phase = place(step, SLOTS)
+                slot_2, phase_2 = place(step, SLOTS_2)
+                last = ((head == end - 1) & (after >= count)).to(gl.int32)
+                at = corner(block, head, tile * BLOCK, FLAGS.PACKED, False)
+                at_2 = at
+                if FLAGS.INTERVALS > 0 and not FLAGS.KEYS:
+                    # What nobody sees behind them, padding for one, becomes zeros: 0 · NaN is NaN.
+                    start = block.k_start if FLAGS.PACKED else block.batch * rows.other
+                    at = ragged(start, seen, head, tile * BLOCK)
+                    start = block.k_start if FLAGS.PACKED else block.batch * rows.other_2
+                    at_2 = ragged(start, seen, head, tile * BLOCK)
+                other.acquire(slot, phase)
+                queries_head = head if FLAGS.KEYS else block.head
+                number_of_head = block.batch * heads.heads + queries_head
+                put(notes, slot * NOTE, (tile * 4 + masked * 2 + last, number_of_head))
+                other.commit(descs.other, at, slot)
+                if FLAGS.KEYS:
+                    row = head_of_statistics(block, head, heads, FLAGS.PACKED) * heads.tiles
+                    row += first_tile(block.k_start, block.batch, FLAGS.PACKED) + tile
+                    statistics.fill(descs.statistics, (row,), slot, phase)
+                if fresh != 0:  # not sooner: the block before may still have these places
+                    for w in gl.static_range(CONSUMERS):
+                        place_own = corner(
+                            block, block.head, block.row + w * ROWS, FLAGS.PACKED, True
+                        )
+                        own.fill(descs.own, place_own, w, turn & 1)
+                        if FLAGS.FIRST:
+                            own_2.fill(descs.own_2, place_own, w, turn & 1)
+                fresh = 0
+                other_2.fill(descs.other_2, at_2, slot_2, phase_2)
+                step += 1
+                j = after
+                masked = its
+            head += 1
+        turn += 1
+    draw.give(block_numbers(Block(0, 0, END, 0, 0, 0, 0), FLAGS), turn)
+
+
+@gluon.jit
+def hide(s, tile, rows, block, limits, FLAGS: gl.constexpr):
+    """−inf where a score of a tile does not exist."""
+    BLOCK: gl.constexpr = s.shape[1]
+    if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+        return mask_columns(s, tile * BLOCK, rows, block, limits, FLAGS)
+    else:
+        return mask_scores(s, tile * BLOCK, rows, block, limits, FLAGS)
+
+
+@gluon.jit
+def kept_of(p, head, row, tile, dropout, FLAGS: gl.constexpr):
+    """The weights, with 0 where one is dropped; `row` is the first of the own side."""
+    BLOCK: gl.constexpr = p.shape[1]
+    if not FLAGS.DROPOUT:
+        return p
+    elif FLAGS.KEYS:
+        return drop_turned(p, head, tile * BLOCK, row, dropout)
+    else:
+        return drop(p, head, row, tile * BLOCK, dropout)
+
+
+@gluon.jit
+def gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS: gl.constexpr):
+    """dS of weights, those that were kept, and the gradient of the latter."""
+    if FLAGS.DROPOUT:
+        ds = kept * (dp * numbers.kept) - p * delta
+    else:
+        ds = p * (dp - delta)
+    if FLAGS.KEYS and FLAGS.INTERVALS > 0:  # of a key that nobody sees, V may be anything
+        ds = gl.where(p == 0.0, 0.0, ds)
+    if FLAGS.SOFTCAP:
+        t = gl.maximum(s, -numbers.softcap) / numbers.softcap  # what is hidden is −inf
+        ds = ds * (1.0 - t * t)
+    return ds
+
+
+@gluon.jit
+def operands(x, WHO: gl.constexpr, FLAGS: gl.constexpr, layout: gl.constexpr):
+    """The panels of a consumer's X or X', as products take them."""
+    found = ()
+    for n in gl.static_range(x.PANELS):
+        panel = x.panel(WHO, n)
+        if FLAGS.REGISTERS:
+            panel = panel.load(gl.DotOperandLayout(0, layout, k_width=2))
+        found = found + (panel,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def zeros(COUNT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    found = ()
+    for _n in gl.static_range(COUNT):
+        found = found + (gl.zeros([ROWS, WIDTH], gl.float32, layout),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def consumer(work, results, WHO: gl.constexpr, FLAGS: gl.constexpr):
+    descs, channels, notes, draw, limits, heads = work
+    own, own_2, other, other_2, statistics = channels
+    outs, outs_2, statistics_ptr, numbers, dropout, lengths = results
+    SLOTS: gl.constexpr = other.full.type.shape[0]
+    SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
+    RANK: gl.constexpr = len(other.tiles.type.shape)
+    BLOCK: gl.constexpr = other.tiles.type.shape[RANK - 2]
+    WIDTH: gl.constexpr = other.tiles.type.shape[RANK - 1]
+    WIDTH_2: gl.constexpr = other_2.tiles.type.shape[RANK - 1]
+    PANELS: gl.constexpr = FLAGS.PANELS[0] if FLAGS.FIRST else 0
+    PANELS_2: gl.constexpr = FLAGS.PANELS[1] if FLAGS.SECOND else 0
+    COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
+    dtype: gl.constexpr = other.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    a_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_2, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, a_layout, k_width=2)
+    operand_2: gl.constexpr = gl.DotOperandLayout(0, a_layout_2, k_width=2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    own_length, other_length = lengths
+    s_zero = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
+    mine = gl.arange(0, ROWS, layout=s_rows)
+    turn = 0
+    step = 0
+    block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
+    while block.row != END:
+        row = block.row + WHO * ROWS
+        rows = row + mine
+        own.wait(WHO, turn & 1)
+        x = operands(own, WHO, FLAGS, s_layout)
+        x_2 = x
+        if FLAGS.FIRST:
+            own_2.wait(WHO, turn & 1)
+            x_2 = operands(own_2, WHO, FLAGS, s_layout)
+        if not FLAGS.KEYS:
+            at = head_of_statistics(block, block.head, heads, FLAGS.PACKED) * heads.tiles
+            at += first_tile(block.q_start, block.batch, FLAGS.PACKED) + row // ROWS
+            pointer = statistics_ptr + at.to(gl.int64) * (2 * ROWS) + mine
+            lse = gl.load(pointer, mask=rows < block.queries, other=float("inf"))[:, None]
+            delta = gl.load(pointer + ROWS, mask=rows < block.queries, other=0.0)[:, None]
+        a = zeros(PANELS, WIDTH, a_layout)
+        a_2 = zeros(PANELS_2, WIDTH_2, a_layout_2)
+        slot, phase = place(step, SLOTS)
+        other.wait(slot, phase)
+        s = warpgroup_mma_wait(0, [multiply(x, other, slot, s_zero)])
+        last = 0
+        while last == 0:
+            slot, phase = place(step, SLOTS)
+            slot_2, phase_2 = place(step, SLOTS_2)
+            note, head = get(notes, slot * NOTE, NOTE)
+            tile = note >> 2
+            last = note & 1
+            s = logits(s, numbers, FLAGS)
+            if (note & 2) != 0:  # here, since a branch under a product makes all of them wait
+                s = hide(s, tile, rows, block, limits, FLAGS)
+            other_2.wait(slot_2, phase_2)
+            if FLAGS.FIRST:
+                dp = multiply(x_2, other_2, slot_2, s_zero)
+            if FLAGS.KEYS:
+                statistics.wait(slot, phase)
+                lse = statistics.tiles.index(slot * 2).reshape([BLOCK]).load(s_columns)[None, :]
+                delta = statistics.tiles.index(slot * 2 + 1).reshape([BLOCK]).load(s_columns)
+                delta = delta[None, :]
+            p = gl.exp2(s * numbers.scale_log2 - lse)
+            kept = kept_of(p, head, row, tile, dropout, FLAGS)
+            if FLAGS.SECOND:
+                weights = gl.convert_layout(kept.to(dtype), operand_2)
+                a_2 = accumulate(weights, other_2, slot_2, a_2)
+            if FLAGS.FIRST:
+                dp = warpgroup_mma_wait(PANELS_2, [dp])
+                ds = gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS)
+                a = accumulate(gl.convert_layout(ds.to(dtype), operand), other, slot, a)
+            # S of the next tile; behind the last one that of the same once more, for nothing.
+            ahead, ahead_phase = place(step + 1 - last, SLOTS)
+            other.wait(ahead, ahead_phase)
+            s = multiply(x, other, ahead, s_zero)
+            done = finish((s,) + a + a_2)  # noqa: RUF005
+            s = done[0]
+            a = done[1 : 1 + PANELS]
+            a_2 = done[1 + PANELS :]
+            other.release(slot)
+            other_2.release(slot_2)
+            if FLAGS.KEYS:
+                statistics.release(slot)
+            step += 1
+        if not FLAGS.SHARED:
+            own.release(WHO)
+            if FLAGS.FIRST:
+                own_2.release(WHO)
+        tma.store_wait(0)  # my results of the block before have left their places
+        # Only the thread that issued it has waited; and where results take the place of X and X',
+        # the products of all warps have read them.
+        barrier()
+        for n in gl.static_range(PANELS):
+            matrix(outs.index(WHO * PANELS + n)).store((a[n] * numbers.scale).to(dtype))
+        for n in gl.static_range(PANELS_2):
+            if FLAGS.DROPOUT:
+                result = a_2[n] * numbers.kept
+            else:
+                result = a_2[n]
+            matrix(outs_2.index(WHO * PANELS_2 + n)).store(result.to(dtype))
+        fence_async_shared()  # TMA reads it, through another proxy
+        barrier()  # all threads have stored what one of them hands to TMA
+        at_out = corner(block, block.head, row, FLAGS.PACKED, True)
+        for n in gl.static_range(PANELS):
+            async_store(descs.out, at_out + (n * WIDTH,), outs.index(WHO * PANELS + n))  # noqa: RUF005
+        for n in gl.static_range(PANELS_2):
+            async_store(descs.out_2, at_out + (n * WIDTH_2,), outs_2.index(WHO * PANELS_2 + n))  # noqa: RUF005
+        if FLAGS.SHARED:
+            tma.store_wait(0)  # the results have left the places of X and X'
+            own.release(WHO)
+            if FLAGS.FIRST:
+                own_2.release(WHO)
+        turn += 1
+        block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
+    tma.store_wait(0)  # shared memory is gone when the program ends
+
+
+# Numbers stand one by one: in a tuple Triton would compile anew for a length of 1, or of 16.
+RUNTIME_NUMBERS = [
+    "own_length",
+    "other_length",
+    "left",
+    "right",
+    "bounds_rows",
+    "ranges_rows",
+    "other_rows",
+    "other_2_rows",
+    "threshold",
+    "batch",
+    "heads",
+    "group",
+    "query_heads",
+    "query_tiles",
+    "section",
+    "total",
+]
+
+
+@gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
+def backward_kernel(
+    own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc,
+    statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, counter, numbers, packing, own_length,
+    other_length, left, right, bounds_rows, ranges_rows, other_rows, other_2_rows, threshold, batch,
+    heads, group, query_heads, query_tiles, section, total,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, FLAGS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    descs = Descriptors(
+        own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc
+    )
+    channels = Channels(
+        channel(descs.own, CONSUMERS, 1, FLAGS.PANELS[0]),
+        channel(descs.own_2, CONSUMERS, 1, FLAGS.PANELS[1]),
+        channel(descs.other, SLOTS, CONSUMERS, FLAGS.PANELS[0]),
+        channel(descs.other_2, SLOTS_2, CONSUMERS, FLAGS.PANELS[1]),
+        channel(descs.statistics, SLOTS, CONSUMERS, 2),
+    )
+    if FLAGS.SHARED:
+        outs = channels.own.tiles
+        outs_2 = channels.own_2.tiles
+    else:
+        outs = gl.allocate_shared_memory(
+            descs.out.dtype,
+            [CONSUMERS * FLAGS.PANELS[0]] + descs.out.block_type.shape,  # noqa: RUF005
+            descs.out.layout,
+        )
+        outs_2 = outs
+        if FLAGS.SECOND:
+            outs_2 = gl.allocate_shared_memory(
+                descs.out_2.dtype,
+                [CONSUMERS * FLAGS.PANELS[1]] + descs.out_2.block_type.shape,  # noqa: RUF005
+                descs.out_2.layout,
+            )
+    notes = room_for_numbers(SLOTS * NOTE)
+    draw = tickets(CONSUMERS)
+    fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
+    limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
+    work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles))
+    schedule = Schedule(batch, heads, group, section, own_length, other_length)
+    ranges, apart = Ranges(ranges_ptr, ranges_rows), Apart(other_rows, other_2_rows)
+    sources = (schedule, packing, counter, total, ranges, apart)
+    lengths = (own_length, other_length)
+    dropout = Dropout(seed_ptr, threshold)
+    results = (outs, outs_2, statistics_ptr, numbers, dropout, lengths)
+    # fmt: off
+    gl.warp_specialize([
+        (consumer, (work, results, 0, FLAGS)),
+        (consumer, (work, results, 1, FLAGS)),
+        (producer, (work, sources, CONSUMERS, FLAGS)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    # fmt: on

@@ -1,0 +1,336 @@
+"""From tensors to launches: the backward pass."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflash.kernels.hopper import launch
+from anyflash.kernels.hopper.backward import Flags, Numbers, backward_kernel
+from anyflash.kernels.hopper.launch import SCALES, Heads, Lengths, Starts
+from anyflash.kernels.hopper.launcher import Kernel
+from anyflash.kernels.hopper.operands import (
+    KEPT,
+    describe,
+    describe_ragged,
+    describe_rows,
+    in_place,
+)
+from anyflash.kernels.hopper.softmax import LOG2E
+from anyflash.kernels.hopper.statistics import STATISTICS, statistics_kernel
+from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
+from anyflash.kernels.hopper.tiles import Split, Walk, choose_split
+from anyflash.rng import keep_threshold
+
+BACKWARD = Kernel(backward_kernel)
+ROW_STATISTICS = Kernel(statistics_kernel)
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its tensors; see `backward`."""
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    bounds: Tensor | None = None
+    query_tiles: Tensor | None = None
+    sink: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    split: Split | None = None
+    section: int | None = None
+    programs: int | None = None
+
+
+class Saved(NamedTuple):
+    """Results of forward, and what is known of their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    sink: bool = False
+
+
+ALL = Needs()
+
+
+class Gradients(NamedTuple):
+    """None for what was not asked for."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    sink: Tensor | None
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, needs: Needs = ALL, **options: Any
+) -> Gradients:
+    """Gradients of `launch.forward`.
+
+    Args:
+        q, k, v, options: as for forward; the sink, which is in lse, only if its gradient is asked
+            for.
+        saved: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) of forward; their gradients, dout in q's
+            dtype and any strides, dlse float32 or None.
+        needs: which gradients are asked for; the others cost nothing.
+        query_tiles: with `bounds`, int32 (1 or B, ⌈Sk / 64⌉, 2): the query tiles [first, last) of
+            64 rows that may see some of 64 keys.
+        split: None chooses from the table.
+
+    Returns:
+        dq, dk, dv, shaped as q, k, v, in their dtype, with heads inside of the sequence in memory;
+        dsink (Hq,), float32. Products are accumulated in float32, weights and dS rounded to q's
+        dtype for the products that they enter. Bitwise the same in each run. Rows that see
+        nothing, and keys that nobody sees, have 0.
+
+    What forward says of values that a row does not see holds here for k, v and dout as well.
+    """
+    return _launch(q, k, v, saved, needs, None, launch.dense_lengths(q, k), Options(**options))
+
+
+def backward_packed(
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, needs: Needs = ALL, **options: Any,
+) -> Gradients:  # fmt: skip
+    """`backward` of sequences that lie one behind the other: of `launch.forward_packed`.
+
+    Args:
+        saved: out (total_q, Hq, Dv), lse (Hq, total_q) and so on.
+        query_tiles: (1, ⌈total_k / 64⌉, 2), of rows of all sequences.
+
+    Returns:
+        dq, dk, dv; unused keys have 0.
+    """
+    given = cu_seqlens_q, cu_seqlens_k, seqused_k
+    starts, lengths = launch.packed_lengths(q, k, given, max_seqlen_q, max_seqlen_k)
+    return _launch(q, k, v, saved, needs, starts, lengths, Options(**options))
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, needs: Needs, starts: Starts | None,
+    lengths: Lengths, o: Options,
+) -> Gradients:  # fmt: skip
+    inputs = zip((q, k, v), needs[:3], strict=True)
+    dq, dk, dv = (_gradient(x, starts) if needed else None for x, needed in inputs)
+    sink = o.sink if needs.sink else None
+    if 0 in (q.numel(), k.numel()):
+        dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
+        return Gradients(dq, dk, dv, None if sink is None else _of_sinks_alone(sink, saved.dlse))
+    split = o.split or choose_split(q.shape[-1], v.shape[-1])
+    dout = in_place(saved.dout)
+    statistics = _statistics(saved, dout, starts, lengths, split.queries)
+    dsink = None if sink is None else _sink_gradient(sink, statistics, _tiles(lengths))
+    q, k, v = in_place(q), in_place(k), in_place(v)
+    call = Call(lengths, starts, _with_intervals(o, lengths), statistics, q.shape[1], k.shape[1])
+    if dq is not None:
+        _walk(call, split.queries, False, (q, dout, k, v), dq, None)
+    if dk is not None and dv is not None and split.keys is not None:
+        _walk(call, split.keys, True, (k, v, q, dout), dk, dv)
+        return Gradients(dq, dk, dv, dsink)
+    if dk is not None:
+        _walk(call, split.key, True, (k, v, q, dout), dk, None)
+    if dv is not None:
+        _walk(call, split.value, True, (k, v, q, dout), None, dv)
+    return Gradients(dq, dk, dv, dsink)
+
+
+def _gradient(x: Tensor, starts: Starts | None) -> Tensor:
+    """Memory for x's gradient, that TMA can address. Packed, no block has keys that do not count:
+    they are 0 from the beginning."""
+    *batch, last = x.shape if starts is not None else x.transpose(1, 2).shape
+    make = torch.empty if starts is None else torch.zeros
+    found = make((*batch, -(-last // 8) * 8), dtype=x.dtype, device=x.device)[..., :last]
+    return found if starts is not None else found.transpose(1, 2)
+
+
+def _sink_gradient(sink: Tensor, statistics: Tensor, tiles: int) -> Tensor:
+    """Σ p_sink · −delta of each head: a sink takes its share of every row."""
+    lse, delta = statistics.view(-1, sink.shape[0], tiles, 2, STATISTICS.value).unbind(-2)
+    # A share is at most 1; and where the sink is all there is, lse was rounded as this is.
+    exponent = (sink.float().view(-1, 1, 1) * LOG2E.value - lse).clamp(max=0)
+    return -(torch.exp2(exponent) * delta).sum((0, 2, 3))
+
+
+def _of_sinks_alone(sink: Tensor, dlse: Tensor | None) -> Tensor:
+    """Where there are no keys, lse is the sink."""
+    if dlse is None:
+        return torch.zeros_like(sink)
+    return dlse.float().movedim(-2, 0).flatten(1).sum(1)
+
+
+class Call(NamedTuple):
+    """What all launches of a call have in common."""
+
+    lengths: Lengths
+    starts: Starts | None
+    options: Options
+    statistics: Tensor
+    heads: int
+    heads_kv: int
+
+
+class Plan(NamedTuple):
+    """What follows from a call's sizes and options, for one walk."""
+
+    own_length: int
+    other_length: int
+    heads: int  # of the own side
+    group: int
+    section: int
+    total: int
+    programs: int
+    flags: Flags
+    numbers: Numbers
+    left: int
+    right: int
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=KEPT)
+def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool) -> Plan:
+    """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
+    own, other, longest_other = lengths.queries, lengths.keys, lengths.longest_k
+    left, right, own_heads = o.left, o.right, heads.heads
+    group = heads.heads // heads.heads_kv
+    if of_keys:  # a window looks the same from there, with its sides exchanged
+        own, other, longest_other = other, own, lengths.longest_q
+        left, right, own_heads = right, left, heads.heads_kv
+    if lengths.packed:  # how many there are only the device knows
+        blocks = own // walk.block_own + lengths.batch
+    else:
+        blocks = lengths.batch * -(-own // walk.block_own)
+    total = blocks * own_heads
+    programs = o.programs
+    if programs is None:
+        programs = torch.cuda.get_device_properties(heads.device).multi_processor_count
+    flags = Flags(
+        KEYS=of_keys, FIRST=walk.first, SECOND=walk.second, LEFT=left is not None,
+        RIGHT=right is not None, INTERVALS=o.bounds or 0,
+        SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1],
+        SOFTCAP=o.softcap != 0, DROPOUT=o.dropout != 0, PACKED=lengths.packed,
+        DYNAMIC=total > programs, PANELS=(walk.qk.boxes, walk.v.boxes), SHARED=walk.shared_out,
+        REGISTERS=walk.own_registers,
+    )  # fmt: skip
+    numbers = Numbers(
+        LOG2E.value * (1.0 if flags.SCALED else o.scale), float(o.scale), float(o.softcap),
+        kept=0.0 if o.dropout >= 1 else 1 / (1 - o.dropout),
+    )  # fmt: skip
+    # Any window reaches no further than all rows and keys: positions stay within 32 bits.
+    reach = lengths.queries + lengths.keys
+    left, right = (max(-reach, min(n or 0, reach)) for n in (left, right))
+    _, consumer, producer = walk.registers
+    constants = {
+        "CONSUMERS": walk.consumers, "SLOTS": walk.slots, "SLOTS_2": walk.slots_2, "FLAGS": flags,
+        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+    }  # fmt: skip
+    # What blocks of one key head read over and over should stay in L2, as in forward.
+    bytes_of_one = 2 * max(longest_other, 1) * (heads.columns + heads.columns_v)
+    bytes_of_one *= group if of_keys else 1
+    together = max(1, launch.SECTION_BYTES // bytes_of_one) * (1 if of_keys else group)
+    section = o.section or min(together, own_heads * (1 if lengths.packed else lengths.batch))
+    return Plan(
+        own, other, own_heads, group, section, total, min(programs, total), flags, numbers, left,
+        right, constants,
+    )  # fmt: skip
+
+
+def _walk(
+    call: Call, walk: Walk, of_keys: bool, tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    first: Tensor | None, second: Tensor | None,
+) -> None:  # fmt: skip
+    """Make `first` and `second`, dQ or dK and dV, from X, X', Y, Y': see backward.py."""
+    own, own_2, other, other_2 = tensors
+    lengths, o, statistics = call.lengths, call.options, call.statistics
+    bounds, query_tiles, seed = o.bounds, o.query_tiles, o.seed
+    columns, columns_v, device = own.shape[-1], own_2.shape[-1], own.device
+    heads = Heads(call.heads, call.heads_kv, columns, columns_v, device)
+    marks = {
+        "bounds": None if bounds is None else bounds.shape[2],
+        "query_tiles": None, "seed": None, "sink": None, "split": None,
+    }  # fmt: skip
+    plan = _plan(lengths, heads, o._replace(**marks), walk, of_keys)
+    packing = None
+    if call.starts is not None:
+        packing = launch.packing_of(call.starts, walk.block_own, of_keys)
+    counter = statistics
+    if plan.flags.DYNAMIC:
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+    rows, qk, v = 64, walk.qk.width, walk.v.width
+    own_operands = describe(own, rows, qk), describe(own_2, rows, v)
+    others, apart = (describe(other, walk.block, qk), describe(other_2, walk.block, v)), (0, 0)
+    if bounds is not None and not of_keys and call.starts is None:
+        pairs = describe_ragged(other, walk.block, qk), describe_ragged(other_2, walk.block, v)
+        others, apart = zip(*pairs, strict=True)
+    # Where FLAGS do not ask for a tensor, any serves.
+    threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
+    args = (
+        *own_operands, *others,
+        own_operands[0] if first is None else describe(first, rows, qk),
+        own_operands[1] if second is None else describe(second, rows, v),
+        describe_rows(statistics, STATISTICS.value), statistics,
+        statistics if seed is None else seed, statistics if bounds is None else bounds,
+        statistics if query_tiles is None else query_tiles, counter, plan.numbers, packing,
+        plan.own_length, plan.other_length, plan.left, plan.right,
+        0 if bounds is None or bounds.shape[0] == 1 else lengths.queries,
+        0 if query_tiles is None or query_tiles.shape[0] == 1 else query_tiles.shape[1],
+        *apart, threshold - (threshold >> 31 << 32),  # its bits as an int32
+        lengths.batch, plan.heads, plan.group, call.heads, _tiles(lengths), plan.section,
+        plan.total,
+    )  # fmt: skip
+    BACKWARD(plan.programs, args, plan.constants, maxnreg=walk.registers[0])
+
+
+def _tiles(lengths: Lengths) -> int:
+    """Of statistics, in a head."""
+    if lengths.packed:
+        return lengths.queries // STATISTICS.value + lengths.batch
+    return -(-lengths.queries // STATISTICS.value)
+
+
+def _statistics(
+    saved: Saved, dout: Tensor, starts: Starts | None, lengths: Lengths, walk: Walk
+) -> Tensor:
+    """What backward has to know of each row: see statistics.py. Tiles between packed sequences
+    stay 0."""
+    out, dlse, tiles, heads = in_place(saved.out), saved.dlse, _tiles(lengths), saved.out.shape[1]
+    rows = heads * (1 if lengths.packed else lengths.batch)
+    make = torch.zeros if lengths.packed else torch.empty
+    found = make((rows * tiles, 2 * STATISTICS.value), dtype=torch.float32, device=out.device)
+    lse = saved.lse.contiguous()
+    packing = None
+    if starts is not None:
+        packing = launch.packing_of(starts, STATISTICS.value, False, least=1)
+    flags = StatisticsFlags(
+        LEFT=False, RIGHT=False, PACKED=lengths.packed, DLSE=dlse is not None, PANELS=walk.v.boxes
+    )
+    args = (
+        describe(out, STATISTICS.value, walk.v.width),
+        describe(dout, STATISTICS.value, walk.v.width),
+        lse, lse if dlse is None else dlse.float().contiguous(), found, packing,
+        lengths.queries, lengths.batch, heads, tiles,
+    )  # fmt: skip
+    ROW_STATISTICS(rows * tiles, args, {"FLAGS": flags})
+    return found
+
+
+def _with_intervals(o: Options, lengths: Lengths) -> Options:
+    """Where nothing is seen: one interval, empty."""
+    bounds = o.bounds
+    if bounds is None or bounds.shape[2]:
+        return o
+    return o._replace(bounds=bounds.new_zeros(1, lengths.queries, 1, 2))

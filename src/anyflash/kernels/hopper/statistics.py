@@ -1,0 +1,109 @@
+"""What backward has to know of each query row, made before it: lse in powers of two, and delta.
+
+    lse = log2 e · lse, +inf for a row that sees nothing: its weights are then 0
+    delta = rowsum(dO ∘ O) − dlse
+
+They lie in tiles of 64 rows as (heads, tiles, 2, 64), float32, so that one copy fetches both of a
+tile: of B · Hq heads and ⌈Sq / 64⌉ tiles, or, packed, of Hq heads and total // 64 + n tiles, where
+sequence n has its own from `first_tile` on. Rows beyond a sequence have lse +inf and delta 0: what
+a tile computes of them is 0, whatever the neighbour's numbers are.
+
+Source: FlashAttention-2 (Dao, 2023), algorithm 2, line 4; dlse, which it has not, is what the
+derivative of lse adds to each score, P · dlse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from anyflash.kernels.hopper.compat import async_load, barrier
+from anyflash.kernels.hopper.pipeline import matrix
+from anyflash.kernels.hopper.schedule import Schedule, corner, dense_block, packed_block
+from anyflash.kernels.hopper.softmax import LOG2E
+
+STATISTICS = gl.constexpr(64)  # rows of a tile
+
+
+class Flags(NamedTuple):
+    LEFT: Any  # blocks are in no order that would pay
+    RIGHT: Any
+    PACKED: Any
+    DLSE: Any
+    PANELS: Any  # boxes that make up a tile of O
+
+
+@gluon.jit
+def first_tile(start, number, PACKED: gl.constexpr):
+    """Where the tiles of a sequence begin among those of a head. There is room for each sequence's
+    last tile to reach beyond its rows."""
+    return start // STATISTICS + number if PACKED else 0
+
+
+@gluon.jit
+def sum_of_products(out, dout, PANELS: gl.constexpr, layout: gl.constexpr):
+    """rowsum(dO ∘ O) of a tile, from shared memory."""
+    total = gl.zeros([STATISTICS], gl.float32, gl.SliceLayout(1, layout))
+    for n in gl.static_range(PANELS):
+        x = matrix(out.index(n)).load(layout).to(gl.float32)
+        y = matrix(dout.index(n)).load(layout).to(gl.float32)
+        total += gl.sum(x * y, 1)
+    return total
+
+
+@gluon.jit(do_not_specialize=["queries", "batch", "heads", "tiles"])
+def statistics_kernel(
+    out_desc, dout_desc, lse_ptr, dlse_ptr, statistics_ptr, packing, queries, batch, heads, tiles,
+    FLAGS: gl.constexpr,
+):  # fmt: skip
+    """A program has 64 rows of one head."""
+    WIDTH: gl.constexpr = out_desc.block_type.shape[len(out_desc.block_type.shape) - 1]
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0]
+    )
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    PANELS: gl.constexpr = FLAGS.PANELS
+    shape: gl.constexpr = [PANELS] + out_desc.block_type.shape  # noqa: RUF005
+    out = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
+    dout = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    fence_async_shared()  # TMA will signal the barrier that an ordinary store has initialised
+    barrier()  # nobody waits at it before that
+    number = gl.program_id(0)
+    schedule = Schedule(batch, heads, 1, 1, queries, 0)
+    rows_of_head = queries
+    if FLAGS.PACKED:
+        total = gl.load(packing.first_block + batch) * heads
+        exists = number < total
+        block = packed_block(
+            gl.minimum(number, total - 1), total, schedule, packing, STATISTICS, FLAGS
+        )
+        head = block.head
+    else:
+        exists = number >= 0
+        block = dense_block(number, schedule, STATISTICS, FLAGS)
+        head = block.batch * heads + block.head
+    if exists:
+        mbarrier.expect(full, 2 * PANELS * out_desc.block_type.nbytes)
+        at = corner(block, block.head, block.row, FLAGS.PACKED, True)
+        for n in gl.static_range(PANELS):
+            async_load(out_desc, at + (n * WIDTH,), full, out.index(n))  # noqa: RUF005
+            async_load(dout_desc, at + (n * WIDTH,), full, dout.index(n))  # noqa: RUF005
+        mine = gl.arange(0, STATISTICS, layout=of_rows)
+        inside = block.row + mine < block.queries
+        at_rows = head.to(gl.int64) * rows_of_head + block.q_start + block.row + mine
+        lse = gl.load(lse_ptr + at_rows, mask=inside, other=-float("inf"))
+        lse = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+        mbarrier.wait(full, 0)
+        delta = sum_of_products(out, dout, PANELS, layout)
+        if FLAGS.DLSE:
+            delta -= gl.load(dlse_ptr + at_rows, mask=inside, other=0.0)
+        first = first_tile(block.q_start, block.batch, FLAGS.PACKED)
+        tile = head.to(gl.int64) * tiles + first + block.row // STATISTICS
+        pointer = statistics_ptr + tile * (2 * STATISTICS) + mine
+        gl.store(pointer, lse)
+        gl.store(pointer + STATISTICS, gl.where(inside, delta, 0.0))

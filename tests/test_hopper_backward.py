@@ -1,0 +1,461 @@
+"""The backward kernels for Hopper: in the emulator, on a card, and through the compiler."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from torch import Tensor
+
+import plain
+from anyflash.kernels.hopper import launch as forward
+from anyflash.kernels.hopper import launch_backward as kernel
+from anyflash.kernels.hopper.launch_backward import ALL, Gradients, Needs, Saved
+from anyflash.kernels.hopper.tiles import SPLITS, Columns, Split, Walk, choose_split
+from gluon_compile import Compiled, compile_launches
+from gluon_plugin import Gluon
+from hopper_cases import INTERVALS, bounds_of, seen_by, seen_in, tensors
+from plain import Terms, assert_close, assert_same
+
+
+def split(qk: Columns, v: Columns, together: bool = True, **changes: Any) -> Split:
+    fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | changes
+    return Split(
+        Walk(qk, v, **fields),
+        Walk(qk, v, **fields, second=True) if together else None,
+        Walk(qk, v, **fields),
+        Walk(qk, v, **fields, first=False, second=True),
+    )
+
+
+SMALL = split(Columns(64), Columns(64))
+APART = split(Columns(64), Columns(64), together=False, slots=3, slots_2=1)
+RESULTS_APART = split(Columns(64), Columns(64), shared_out=False)
+IN_REGISTERS = split(Columns(64), Columns(64), own_registers=True)
+WIDE = split(Columns(128), Columns(128), slots_2=1)
+PANELS = split(Columns(32, 3), Columns(32, 2))
+PANELS_APART = split(Columns(32, 3), Columns(64, 2), together=False)
+
+
+class Case(NamedTuple):
+    shape: tuple[int, int, int, int, int]  # B, Hq, Hkv, Sq, Sk
+    dims: tuple[int, int] = (64, 64)  # D, Dv
+    split: Split | None = SMALL
+    programs: int = 3  # fewer than blocks: they are drawn from a counter
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "bhsd"
+    options: dict[str, Any] | None = None
+    needs: Needs = ALL
+
+
+CASES = {
+    "dense": Case((1, 2, 2, 200, 300)),
+    "a block each": Case((2, 2, 2, 100, 200), programs=64),
+    "causal": Case((1, 2, 2, 300, 300), options={"right": 0}),
+    "causal, more keys": Case((1, 2, 2, 130, 333), options={"right": 0}),
+    "causal, rows without keys": Case((1, 2, 2, 333, 130), options={"right": 0}),
+    "window": Case((1, 2, 2, 400, 400), options={"left": 70, "right": 0}),
+    "window both ways": Case((1, 1, 1, 300, 250), options={"left": 20, "right": 90}),
+    "left only": Case((1, 2, 1, 200, 300), options={"left": 60}),
+    "of one key": Case((1, 1, 1, 130, 130), options={"left": 0, "right": 0}),
+    "keys that nobody sees": Case((1, 2, 1, 100, 400), options={"left": 20, "right": 10}),
+    "beyond all keys": Case((1, 1, 1, 100, 300), options={"left": -250, "right": 400}),
+    "grouped": Case((2, 6, 2, 130, 130), layout="bshd", options={"right": 0}),
+    "of one head": Case((1, 4, 1, 70, 200), options={"right": 0}),
+    "results apart": Case((1, 4, 2, 200, 300), split=RESULTS_APART, options={"right": 0}),
+    "dK and dV apart": Case((1, 4, 2, 200, 300), split=APART, options={"right": 0}),
+    "X in registers": Case((1, 2, 2, 200, 300), split=IN_REGISTERS, options={"right": 0}),
+    "one slot of dO": Case((1, 4, 2, 130, 200), (128, 128), WIDE, options={"right": 0}),
+    "scores of 30, wide": Case((1, 2, 2, 100, 200), (128, 128), WIDE, options={"scale": 30.0}),
+    "float16": Case((1, 2, 1, 200, 200), dtype=torch.float16, options={"right": 0}),
+    "D 80, Dv 48": Case((1, 2, 2, 130, 130), (80, 48), WIDE),
+    "odd D": Case((1, 2, 2, 130, 130), (5, 3)),
+    "D 40, Dv 64": Case((1, 2, 2, 70, 70), (40, 64), layout="fused"),
+    "negative scale": Case((1, 2, 2, 130, 200), options={"scale": -0.3, "right": 0}),
+    "scale 0": Case((1, 2, 2, 130, 200), options={"scale": 0.0, "right": 0}),
+    "tiny scale": Case((1, 1, 1, 100, 100), options={"scale": 1e-46, "right": 0}),
+    "softcap": Case((1, 2, 2, 130, 200), options={"softcap": 5.0, "right": 0}),
+    "sink": Case((1, 3, 3, 200, 130), options={"sink": True, "right": 0}),
+    "gradient of lse": Case((1, 4, 2, 150, 130), options={"dlse": True, "right": 0}),
+    "two sections of heads": Case((1, 17, 17, 130, 70), options={"right": 0, "section": 9}),
+    "one key": Case((1, 2, 2, 1, 1), options={"right": 0}),
+    "one query": Case((2, 4, 1, 1, 333)),
+    "panels": Case((1, 2, 2, 200, 150), (96, 64), PANELS, options={"right": 0}),
+    "panels, narrow": Case((1, 2, 2, 70, 150), (70, 40), PANELS, layout="fused"),
+    "panels apart": Case((1, 4, 2, 70, 150), (96, 128), PANELS_APART, options={"right": 0}),
+    "dropout": Case((2, 2, 1, 200, 150), options={"dropout": 0.3, "right": 0}),
+    "dropout, apart": Case((1, 2, 2, 150, 131), split=APART, options={"dropout": 0.8}),
+    "dropping everything": Case((1, 2, 2, 70, 70), options={"dropout": 1.0}),
+    "dq": Case((1, 2, 1, 130, 130), needs=Needs(True, False, False)),
+    "dk": Case((1, 2, 1, 130, 130), needs=Needs(False, True, False)),
+    "dv": Case((1, 2, 1, 130, 130), needs=Needs(False, False, True)),
+    "dq and dv": Case((1, 2, 1, 130, 130), needs=Needs(True, False, True)),
+    **{
+        f"tile edge {left}, {right}": Case(
+            (1, 1, 1, 260, 260), options={"left": left, "right": right}
+        )
+        for left, right in ((None, 63), (63, 0), (64, 0), (65, 0), (127, 0), (128, 5), (None, -63))
+    },
+    "table 64": Case((1, 2, 2, 200, 260), split=None),
+    "table 96": Case((1, 2, 2, 140, 150), (96, 96), split=None, options={"right": 0}),
+    "table 128": Case((1, 2, 2, 140, 150), (128, 128), split=None, options={"right": 0}),
+    "table 192, 128": Case((1, 2, 2, 140, 150), (192, 128), split=None, options={"right": 0}),
+    "table 192": Case((1, 2, 2, 140, 130), (192, 192), split=None, options={"right": 0}),
+    "table 256": Case((1, 2, 2, 140, 130), (256, 256), split=None, options={"right": 0}),
+}
+
+
+def gradients(
+    attention: Any, inputs: list[Tensor], dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Of `attention(*inputs) → out, lse`, by autograd."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out, lse = attention(*leaves)
+    results, given = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        results.append(lse)
+        given.append(dlse.to(lse.dtype))
+    return torch.autograd.grad(results, leaves, given, materialize_grads=True)
+
+
+def compare(
+    found: Gradients, attention: Any, inputs: list[Tensor], dout: Tensor,
+    dlse: Tensor | None = None, softcap: bool = False,
+) -> None:  # fmt: skip
+    """By the tolerance rule."""
+    like = gradients(attention, inputs, dout, dlse)
+    exact = gradients(attention, [x.double() for x in inputs], dout, dlse)
+    for name, x, y, z in zip(("q", "k", "v", "sink"), found, like, exact, strict=False):
+        if x is not None:
+            assert_close(f"d{name}", x, y, z, softcap=softcap)
+            assert x.dtype == (torch.float32 if name == "sink" else y.dtype)
+
+
+def randn(like: Tensor, seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=g).to(like.dtype).to(like.device)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_backward(gluon: Gluon, case: Case) -> None:
+    q, k, v = tensors(case, gluon.device)
+    options = {"scale": case.dims[0] ** -0.5, **(case.options or {})}
+    inputs, seed, dlse, needs = [q, k, v], None, None, case.needs
+    if options.pop("sink", False):
+        g = torch.Generator().manual_seed(1)
+        inputs.append(torch.randn(case.shape[1], generator=g).bfloat16().float().to(gluon.device))
+        needs = needs._replace(sink=True)
+    if options.get("dropout"):
+        seed = torch.tensor([2**40 + 12345], device=gluon.device)
+    has_dlse, section = options.pop("dlse", False), options.pop("section", None)
+    run = {**options, "seed": seed, "programs": case.programs, "section": section}
+    run["sink"] = inputs[3] if needs.sink else None
+    out, lse = forward.forward(q, k, v, **run)
+    dout = randn(out, 2)
+    if has_dlse:
+        dlse = torch.where(lse == -math.inf, 0.0, randn(lse, 3))
+    before = len(gluon.launches)
+    saved = Saved(out, lse, dout, dlse)
+    found = kernel.backward(q, k, v, saved, needs, **run, split=case.split)
+    assert (len(gluon.launches) > before) == gluon.emulated
+    assert tuple(x is not None for x in found) == needs
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        terms = Terms(
+            scale=options["scale"], softcap=options.get("softcap"), seen=seen_by(options),
+            sink=sink, dropout=options.get("dropout", 0.0), seed=seed,
+        )  # fmt: skip
+        return plain.attention(q, k, v, terms)
+
+    compare(found, attention, inputs, dout, dlse, softcap="softcap" in options)
+
+
+def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:
+    """As `RowIntervals.query_tiles`, by looking at every score."""
+    batch = bounds.shape[0]
+    lo, hi = bounds[:, :, None].unbind(-1)  # (batch, queries, 1, n)
+    key = torch.arange(keys)[:, None]
+    seen = ((key >= lo) & (key < hi)).any(-1)
+    found = torch.zeros(batch, -(-keys // 64), 2, dtype=torch.int32)
+    for b, tile in itertools.product(range(batch), range(found.shape[1])):
+        rows = seen[b, :, 64 * tile : 64 * tile + 64].any(-1).nonzero()
+        if len(rows):
+            found[b, tile] = torch.tensor([rows[0] // 64, rows[-1] // 64 + 1])
+    return found
+
+
+@pytest.mark.parametrize("form", INTERVALS)
+def test_row_intervals(gluon: Gluon, form: str) -> None:
+    q, k, v = tensors(Case((2, 2, 1, 260, 400)), gluon.device)
+    forms = [form, "documents" if len(INTERVALS[form](torch.arange(1), 9)) == 1 else form]
+    bounds = torch.stack([bounds_of(f, 260, 400) for f in forms])
+    for some in (bounds, bounds[:1]):
+        run = {"bounds": some.to(gluon.device), "programs": 3, "scale": 0.125}
+        out, lse = forward.forward(q, k, v, **run)
+        dout = randn(out, 2)
+        tiles = query_tiles_of(some, 400).to(gluon.device)
+        saved = Saved(out, lse, dout, None)
+        found = kernel.backward(q, k, v, saved, ALL, **run, query_tiles=tiles, split=SMALL)
+        terms = Terms(scale=0.125, seen=seen_in(some))
+        compare(found, lambda *x, t=terms: plain.attention(*x, t), [q, k, v], dout)
+
+
+def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
+    q, k, v = tensors(Case((1, 2, 2, 70, 130)), gluon.device)
+    run = {"scale": 0.125, "programs": 3}
+    out, lse = forward.forward(q, k, v, **run)
+    rows = randn(out, 2)
+    dout = rows[:, :, :, :1].expand_as(out)
+    for given in (
+        dout,
+        rows.transpose(2, 3).contiguous().transpose(2, 3),
+        rows[:1, :1].expand_as(out),
+    ):
+        results = [
+            kernel.backward(q, k, v, Saved(out, lse, x, None), ALL, **run, split=SMALL)
+            for x in (given, given.contiguous())
+        ]
+        for name, x, y in zip(("dq", "dk", "dv"), *results, strict=False):
+            assert_same(name, x, y)
+
+
+def test_results_have_heads_inside(gluon: Gluon) -> None:
+    for layout in ("bhsd", "fused"):
+        given = tensors(Case((2, 3, 3, 70, 70), layout=layout), gluon.device)
+        out, lse = forward.forward(*given, scale=1.0, programs=3)
+        saved = Saved(out, lse, randn(out, 2), None)
+        for x in kernel.backward(*given, saved, scale=1.0, programs=3, split=SMALL)[:3]:
+            assert x is not None and x.transpose(1, 2).is_contiguous()
+
+
+def test_exact_numbers(gluon: Gluon) -> None:
+    """Every weight is 1/4, everything else small integers: nothing is rounded."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.arange(256, device=gluon.device)
+    q = torch.eye(256, 64, device=gluon.device)[rows % 64].expand(1, 2, 256, 64).bfloat16()
+    v, dout = (torch.randint(-4, 5, (1, 2, 256, 64), generator=g).bfloat16() for _ in range(2))
+    v, dout = v.to(gluon.device), dout.to(gluon.device)
+    out = v.float().unflatten(2, (4, 64)).mean(2).repeat(1, 1, 4, 1)
+    lse = torch.full((1, 2, 256), 4096 + math.log(4), device=gluon.device)
+    saved = Saved(out.bfloat16(), lse, dout, None)
+    dq, _, dv, _ = kernel.backward(q, q, v, saved, scale=2.0**12, programs=3, split=SMALL)
+    expected = dout.float().unflatten(2, (4, 64)).mean(2).repeat(1, 1, 4, 1)
+    assert_close("dv", dv, expected.bfloat16(), expected.double())
+    assert dq is not None and dq.isfinite().all()
+
+
+def test_rows_beyond_a_sequence_do_not_leak(gluon: Gluon) -> None:
+    """Heads end inside a tile, and in memory NaN follows."""
+    case = Case((1, 2, 1, 70, 90))
+    q, k, v = tensors(case, gluon.device)
+    run = {"scale": 0.125, "programs": 3}
+    out, lse = forward.forward(q, k, v, **run)
+    given = [q, k, v, out, randn(out, 2)]
+    amid = []
+    for x in given:
+        room = torch.full((1, x.shape[1], 200, 64), math.nan, dtype=x.dtype, device=x.device)
+        amid.append(room[:, :, : x.shape[2]].copy_(x))
+    results = [
+        kernel.backward(*x[:3], Saved(x[3], lse, x[4], None), ALL, **run, split=SMALL)
+        for x in (given, amid)
+    ]
+    for name, x, y in zip(("dq", "dk", "dv"), *results, strict=False):
+        assert_same(name, x, y)
+
+
+# Packed sequences.
+
+
+class Sequences(NamedTuple):
+    queries: list[int]
+    keys: list[int]
+    used: list[int] | None = None
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (64, 64)
+    split: Split | None = SMALL
+    programs: int = 3
+    options: dict[str, Any] | None = None
+
+
+PACKED = {
+    "causal": Sequences([100, 1, 130, 64], [100, 1, 130, 64], options={"right": 0}),
+    "more keys": Sequences([100, 1, 130], [130, 90, 200], options={"right": 0}),
+    "fewer keys": Sequences([100, 70], [30, 64], options={"right": 0}),
+    "empty ones": Sequences([0, 100, 0, 0, 30, 0], [3, 90, 0, 7, 0, 5]),
+    "unused keys": Sequences([100, 30, 65], [90, 130, 64], [70, 0, 64]),
+    "window": Sequences([200, 150], [200, 180], options={"left": 40, "right": 10}),
+    "left only": Sequences([200, 150], [200, 180], options={"left": 40}),
+    "many": Sequences([5] * 30, [9] * 30, options={"right": 0}, programs=4, heads=(1, 1)),
+    "one row": Sequences([1], [1], split=WIDE, dims=(128, 128)),
+    "narrow": Sequences([70, 70], [30, 90], dims=(40, 24), heads=(4, 2)),
+    "table": Sequences([200, 10], [200, 40], split=None, dims=(128, 128)),
+    "dropout": Sequences([70, 130], [90, 70], options={"dropout": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(gluon: Gluon, name: str) -> None:
+    run_packed(gluon, PACKED[name], intervals=False)
+
+
+@pytest.mark.parametrize("name", [n for n, case in PACKED.items() if not case.options])
+def test_packed_intervals(gluon: Gluon, name: str) -> None:
+    run_packed(gluon, PACKED[name], intervals=True)
+
+
+def run_packed(gluon: Gluon, case: Sequences, intervals: bool) -> None:
+    options = {"scale": 0.125, **(case.options or {})}
+    g = torch.Generator().manual_seed(len(case.queries))
+    starts_q, starts_k = ([0, *itertools.accumulate(x)] for x in (case.queries, case.keys))
+    (hq, hkv), (d, dv) = case.heads, case.dims
+    shapes = (starts_q[-1], hq, d), (starts_k[-1], hkv, d), (starts_k[-1], hkv, dv)
+    q, k, v = (torch.randn(s, generator=g).bfloat16().to(gluon.device) for s in shapes)
+    clean = [q, k, v]
+    if case.used is not None:
+        k, v = k.clone(), v.clone()
+        for start, end, used in zip(starts_k, starts_k[1:], case.used, strict=False):
+            k[start + used : end] = v[start + used : end] = math.nan
+    numbers = [
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=gluon.device)
+        for x in (starts_q, starts_k, case.used)
+    ]
+    seed = torch.tensor([77], device=gluon.device) if "dropout" in options else None
+    run = {**options, "seed": seed, "programs": case.programs}
+    seen, more = seen_by(options), {}
+    if intervals:
+        lengths = list(zip(case.queries, case.keys, strict=True))
+        each = [bounds_of("first keys and a window", *n) for n in lengths]
+        seen = seen_of_each(each)
+        moved = [x + at for x, at in zip(each, starts_k, strict=False)]
+        run["bounds"] = torch.cat(moved)[None].int().to(gluon.device)
+        tiles = query_tiles_of(torch.cat(moved)[None], starts_k[-1])
+        more["query_tiles"] = tiles.to(gluon.device)
+    out, lse = forward.forward_packed(q, k, v, *numbers, **run)
+    dout = randn(out, 2)
+    saved = Saved(out, lse, dout, None)
+    run |= {**more, "split": case.split}
+    found = kernel.backward_packed(q, k, v, saved, *numbers, **run)
+    terms = Terms(scale=0.125, seen=seen, dropout=options.get("dropout", 0.0), seed=seed)
+    packing = plain.Packing(starts_q, starts_k, case.used)
+    compare(found, lambda *x: plain.packed(*x, terms, packing), clean, dout)
+
+
+def seen_of_each(bounds: list[Tensor]) -> plain.Seen:
+    """Of one sequence after the other, whose number is b."""
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+        lo, hi = bounds[int(b)].to(i.device)[i.flatten()].long().unbind(-1)
+        at = j.flatten()[:, None]
+        found = ((at >= lo[:, None]) & (at < hi[:, None])).any(-1)
+        return found[None, None]
+
+    return seen
+
+
+def test_packed_neighbours_do_not_leak(gluon: Gluon) -> None:
+    """A sequence amid NaN is bitwise what it is alone."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(n, 2, 64, generator=g).bfloat16() for n in (70, 90, 90, 70))
+    one = [torch.tensor([0, n], dtype=torch.int32, device=gluon.device) for n in (70, 90)]
+    starts = ([0, 50, 120, 170], [0, 50, 140, 190])
+    three = [torch.tensor(x, dtype=torch.int32, device=gluon.device) for x in starts]
+    results = []
+    for cu, amid in ((one, False), (three, True)):
+        given = []
+        for x in (q, k, v, dout):
+            room = torch.full((len(x) + 100, 2, 64), math.nan, dtype=x.dtype)
+            room[50 : 50 + len(x)] = x
+            given.append((room if amid else x).to(gluon.device))
+        run = {"scale": 0.125, "programs": 3}
+        out, lse = forward.forward_packed(*given[:3], *cu, **run)
+        saved = Saved(out, lse, given[3], None)
+        found = kernel.backward_packed(*given[:3], saved, *cu, **run, split=SMALL)
+        results.append(
+            [x[50 : 50 + n] if amid else x for x, n in zip(found[:3], (70, 90, 90), strict=True)]
+        )
+    for name, x, y in zip(("dq", "dk", "dv"), *results, strict=False):
+        assert_same(name, x, y)
+
+
+def test_no_queries() -> None:
+    q, k = torch.empty(2, 2, 0, 64), torch.empty(2, 2, 5, 64)
+    saved = Saved(q, torch.empty(2, 2, 0), q, None)
+    needs = Needs(True, True, False)
+    dq, dk, dv, _ = kernel.backward(q, k, k, saved, needs, scale=1.0, programs=1)
+    assert dq is not None and dq.shape == q.shape and dv is None
+    assert dk is not None and (dk == 0).all() and dk.shape == k.shape
+
+
+# The table.
+
+
+def test_splits() -> None:
+    columns = [choose_split(n, n).queries.qk.total for n in (1, 64, 65, 128, 129, 192, 193, 256)]
+    assert columns == [64, 64, 128, 128, 192, 192, 256, 256]
+    assert choose_split(192, 128).queries.v == Columns(64, 2)
+    assert choose_split(64, 200).queries.qk == Columns(256)
+    with pytest.raises(ValueError, match="300 and 64 columns: at most 256"):
+        choose_split(300, 64)
+    c = Columns(128)
+    fields: dict[str, Any] = {"qk": c, "v": c, "block": 64, "slots": 2, "slots_2": 2}
+    for fault in (
+        {"qk": Columns(96)}, {"v": Columns(64, 0)}, {"block": 48}, {"slots": 1}, {"slots_2": 0},
+        {"slots": 12}, {"first": False},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no kernel for"):
+            Walk(**fields | fault)
+
+
+# Through the compiler, as a launch would do it.
+
+WALKS = [
+    pytest.param(row, name, id=f"{row.queries.qk.total}-{row.queries.v.total}-{name}")
+    for row in SPLITS
+    for name in ("queries", "keys" if row.keys else "key", "value")
+    if name != "value" or not row.keys
+]
+
+
+def compiled(
+    row: Split, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Compiled:
+    """One walk of a row of the table."""
+    needs = {
+        "queries": Needs(True, False, False), "keys": Needs(False, True, True),
+        "key": Needs(False, True, False), "value": Needs(False, False, True),
+    }[name]  # fmt: skip
+    walk = getattr(row, name)
+    q, v = (
+        torch.empty(1, 2, 2048, n, dtype=dtype, device="meta")
+        for n in (walk.qk.total, walk.v.total)
+    )
+    saved = Saved(v, torch.empty(1, 2, 2048, device="meta"), v, None)
+    run = {"scale": 0.1, "programs": 8, "split": row, **options}
+    statistics, found = compile_launches(kernel.backward, q, q, v, saved, needs, **run)
+    assert statistics.spills == 0
+    return found
+
+
+# What ptxas may keep in local memory; at 256 columns there is an eighth of the registers left.
+MOST_SPILLS = {64: 0, 128: 5, 192: 2, 256: 34}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("row", "name"), WALKS)
+def test_machine_code(row: Split, name: str, causal: bool) -> None:
+    walk = getattr(row, name)
+    found = compiled(row, name, right=0 if causal else None)
+    for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert found.opcodes[opcode], opcode
+    assert not found.serialised and not found.opcodes["PRMT"]
+    assert found.spills <= MOST_SPILLS[walk.qk.total]
+    assert found.registers == walk.registers[0]
+    assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024
