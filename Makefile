@@ -8,7 +8,8 @@ JOBS ?= 2
 # cannot be resolved. It is installed afterwards, without dependencies.
 TRITON ?= 3.8.0
 # The oldest that the Gluon kernels support; its compiler orders less by itself. The Gluon tests
-# run under it as well: a folder that Python looks into before it looks into the environment.
+# run under it as well, on one schedule each: a folder that Python looks into before it looks into
+# the environment.
 OLDEST_TRITON := 3.6.0
 
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ test-newest: $(STAMP)
 
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import triton; assert triton.__version__ == '$(OLDEST_TRITON)', triton"
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/test_gluon_*.py $(wildcard tests/test_hopper*.py)
+	PYTHONPATH=$(OLDEST) $(PYTEST) --gluon-seeds 1 tests/test_gluon_*.py $(wildcard tests/test_hopper*.py)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,14 @@ import plain
 from anyflash.kernels.hopper import launch as forward
 from anyflash.kernels.hopper import launch_backward as kernel
 from anyflash.kernels.hopper.launch_backward import ALL, Gradients, Needs, Saved
-from anyflash.kernels.hopper.tiles import SPLITS, Columns, Split, Walk, choose_split
+from anyflash.kernels.hopper.tiles import (
+    FUSED,
+    SPLITS,
+    Columns,
+    Split,
+    Walk,
+    choose_split,
+)
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
 from hopper_cases import INTERVALS, bounds_of, seen_by, seen_in, tensors
@@ -40,6 +48,17 @@ RESULTS_APART = split(Columns(64), Columns(64), shared_out=False)
 IN_REGISTERS = split(Columns(64), Columns(64), own_registers=True)
 WIDE = split(Columns(128), Columns(128), slots_2=1)
 PANELS = split(Columns(32, 3), Columns(32, 2))
+# dQ added up in memory, by a role of its own or by the consumers.
+BY_ROLE = Walk(
+    *(Columns(64), Columns(64)), block=64, slots=2, slots_2=2, second=True, shared_out=False,
+    adds="role", registers=(128, 208, 24, 72),
+)  # fmt: skip
+BY_CONSUMERS = Walk(
+    *(Columns(32, 2), Columns(64)), block=64, slots=2, slots_2=1, second=True, adds="consumers",
+    ds_slots=1,
+)  # fmt: skip
+VARIED = replace(BY_ROLE, shared_out=True, own_registers=True, early=True, slots=3, ds_slots=1)
+WIDE_ROLE = replace(BY_ROLE, qk=Columns(64, 2), v=Columns(64, 2), ds_slots=1, shared_out=True)
 PANELS_APART = split(Columns(32, 3), Columns(64, 2), together=False)
 
 
@@ -47,6 +66,7 @@ class Case(NamedTuple):
     shape: tuple[int, int, int, int, int]  # B, Hq, Hkv, Sq, Sk
     dims: tuple[int, int] = (64, 64)  # D, Dv
     split: Split | None = SMALL
+    fused: Walk | None = None  # or else `split` is meant
     programs: int = 3  # fewer than blocks: they are drawn from a counter
     dtype: torch.dtype = torch.bfloat16
     layout: str = "bhsd"
@@ -102,6 +122,28 @@ CASES = {
         )
         for left, right in ((None, 63), (63, 0), (64, 0), (65, 0), (127, 0), (128, 5), (None, -63))
     },
+    "fused": Case((1, 2, 2, 200, 300), fused=BY_ROLE),
+    "fused, causal": Case((2, 4, 2, 200, 300), fused=BY_ROLE, options={"right": 0}),
+    "fused, window": Case((1, 2, 1, 300, 300), fused=VARIED, options={"left": 70, "right": 9}),
+    "fused, few programs": Case((2, 6, 2, 150, 200), fused=VARIED, options={"right": 0}),
+    "fused, fewer keys": Case((1, 2, 2, 200, 90), fused=BY_ROLE, options={"right": 0}),
+    "fused, dropout": Case((1, 2, 2, 130, 150), fused=BY_ROLE, options={"dropout": 0.3}),
+    "fused, softcap": Case((1, 2, 1, 130, 150), fused=BY_ROLE, options={"softcap": 3.0}),
+    "fused, narrow": Case((1, 2, 2, 70, 150), (40, 50), fused=BY_ROLE, layout="fused"),
+    "fused, two panels": Case((1, 4, 2, 130, 200), (128, 100), fused=WIDE_ROLE),
+    "by consumers": Case((1, 2, 2, 200, 300), fused=BY_CONSUMERS),
+    "by consumers, causal": Case((2, 4, 2, 200, 300), fused=BY_CONSUMERS, options={"right": 0}),
+    "by consumers, apart": Case(
+        (1, 4, 2, 200, 200), fused=replace(BY_CONSUMERS, shared_out=False, ds_slots=2, early=True)
+    ),
+    "fused, scale 0": Case((1, 1, 1, 70, 90), fused=BY_ROLE, options={"scale": 0.0}),
+    "fused, negative scale": Case((1, 1, 1, 70, 90), fused=BY_CONSUMERS, options={"scale": -0.3}),
+    **{
+        f"fused table {w.qk.total}": Case(
+            (1, 2, 2, 140, 150), (w.qk.total, w.v.total), fused=w, options={"right": 0}
+        )
+        for w in FUSED
+    },
     "table 64": Case((1, 2, 2, 200, 260), split=None),
     "table 96": Case((1, 2, 2, 140, 150), (96, 96), split=None, options={"right": 0}),
     "table 128": Case((1, 2, 2, 140, 150), (128, 128), split=None, options={"right": 0}),
@@ -109,6 +151,12 @@ CASES = {
     "table 192": Case((1, 2, 2, 140, 130), (192, 192), split=None, options={"right": 0}),
     "table 256": Case((1, 2, 2, 140, 130), (256, 256), split=None, options={"right": 0}),
 }
+
+
+def results(attention: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse as forward gives them: computed in float32, out rounded."""
+    out, lse = attention(*(x.float() for x in inputs))
+    return out.to(inputs[0].dtype), lse
 
 
 def gradients(
@@ -156,15 +204,6 @@ def test_backward(gluon: Gluon, case: Case) -> None:
     has_dlse, section = options.pop("dlse", False), options.pop("section", None)
     run = {**options, "seed": seed, "programs": case.programs, "section": section}
     run["sink"] = inputs[3] if needs.sink else None
-    out, lse = forward.forward(q, k, v, **run)
-    dout = randn(out, 2)
-    if has_dlse:
-        dlse = torch.where(lse == -math.inf, 0.0, randn(lse, 3))
-    before = len(gluon.launches)
-    saved = Saved(out, lse, dout, dlse)
-    found = kernel.backward(q, k, v, saved, needs, **run, split=case.split)
-    assert (len(gluon.launches) > before) == gluon.emulated
-    assert tuple(x is not None for x in found) == needs
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
@@ -175,6 +214,17 @@ def test_backward(gluon: Gluon, case: Case) -> None:
         )  # fmt: skip
         return plain.attention(q, k, v, terms)
 
+    out, lse = results(attention, inputs)
+    dout = randn(out, 2)
+    if has_dlse:
+        dlse = torch.where(lse == -math.inf, 0.0, randn(lse, 3))
+    before = len(gluon.launches)
+    saved = Saved(out, lse, dout, dlse)
+    run |= {"split": case.split, "fused": case.fused}
+    run["algorithm"] = "fused" if case.fused else "split"
+    found = kernel.backward(q, k, v, saved, needs, **run)
+    assert (len(gluon.launches) > before) == gluon.emulated
+    assert tuple(x is not None for x in found) == needs
     compare(found, attention, inputs, dout, dlse, softcap="softcap" in options)
 
 
@@ -198,14 +248,18 @@ def test_row_intervals(gluon: Gluon, form: str) -> None:
     forms = [form, "documents" if len(INTERVALS[form](torch.arange(1), 9)) == 1 else form]
     bounds = torch.stack([bounds_of(f, 260, 400) for f in forms])
     for some in (bounds, bounds[:1]):
-        run = {"bounds": some.to(gluon.device), "programs": 3, "scale": 0.125}
-        out, lse = forward.forward(q, k, v, **run)
-        dout = randn(out, 2)
-        tiles = query_tiles_of(some, 400).to(gluon.device)
-        saved = Saved(out, lse, dout, None)
-        found = kernel.backward(q, k, v, saved, ALL, **run, query_tiles=tiles, split=SMALL)
         terms = Terms(scale=0.125, seen=seen_in(some))
-        compare(found, lambda *x, t=terms: plain.attention(*x, t), [q, k, v], dout)
+
+        def attention(*x: Tensor, terms: Terms = terms) -> tuple[Tensor, Tensor]:
+            return plain.attention(*x, terms)
+
+        run = {"bounds": some.to(gluon.device), "programs": 3, "scale": 0.125}
+        run["query_tiles"] = query_tiles_of(some, 400).to(gluon.device)
+        out, lse = results(attention, [q, k, v])
+        dout = randn(out, 2)
+        saved = Saved(out, lse, dout, None)
+        for how in ({"split": SMALL}, {"algorithm": "fused", "fused": BY_ROLE}):
+            compare(kernel.backward(q, k, v, saved, **run, **how), attention, [q, k, v], dout)
 
 
 def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
@@ -250,6 +304,21 @@ def test_exact_numbers(gluon: Gluon) -> None:
     expected = dout.float().unflatten(2, (4, 64)).mean(2).repeat(1, 1, 4, 1)
     assert_close("dv", dv, expected.bfloat16(), expected.double())
     assert dq is not None and dq.isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [BY_ROLE, BY_CONSUMERS], ids=["role", "consumers"])
+def test_scores_far_below_zero(gluon: Gluon, fused: Walk) -> None:
+    """2^(0 − lse), the weight of a key of zeros, is infinite: none may count."""
+    q, k, v = tensors(Case((1, 2, 1, 70, 90)), gluon.device)
+    q, k = 4 + q.abs(), -4 - k.abs()
+    run = {"scale": 1.0, "programs": 3}
+    out, lse = forward.forward(q, k, v, **run)
+    assert lse.max() < -300
+    saved = Saved(out, lse, randn(out, 2), None)
+    for how in ({"split": SMALL}, {"algorithm": "fused", "fused": fused}):
+        found = kernel.backward(q, k, v, saved, **run, **how)
+        for x in found[:3]:
+            assert x is not None and x.isfinite().all()
 
 
 def test_rows_beyond_a_sequence_do_not_leak(gluon: Gluon) -> None:
@@ -311,7 +380,12 @@ def test_packed_intervals(gluon: Gluon, name: str) -> None:
     run_packed(gluon, PACKED[name], intervals=True)
 
 
-def run_packed(gluon: Gluon, case: Sequences, intervals: bool) -> None:
+@pytest.mark.parametrize("name", ["causal", "empty ones", "unused keys", "dropout"])
+def test_packed_sequences_fused(gluon: Gluon, name: str) -> None:
+    run_packed(gluon, PACKED[name], intervals=not PACKED[name].options, fused=BY_ROLE)
+
+
+def run_packed(gluon: Gluon, case: Sequences, intervals: bool, fused: Walk | None = None) -> None:
     options = {"scale": 0.125, **(case.options or {})}
     g = torch.Generator().manual_seed(len(case.queries))
     starts_q, starts_k = ([0, *itertools.accumulate(x)] for x in (case.queries, case.keys))
@@ -338,14 +412,18 @@ def run_packed(gluon: Gluon, case: Sequences, intervals: bool) -> None:
         run["bounds"] = torch.cat(moved)[None].int().to(gluon.device)
         tiles = query_tiles_of(torch.cat(moved)[None], starts_k[-1])
         more["query_tiles"] = tiles.to(gluon.device)
-    out, lse = forward.forward_packed(q, k, v, *numbers, **run)
-    dout = randn(out, 2)
-    saved = Saved(out, lse, dout, None)
-    run |= {**more, "split": case.split}
-    found = kernel.backward_packed(q, k, v, saved, *numbers, **run)
     terms = Terms(scale=0.125, seen=seen, dropout=options.get("dropout", 0.0), seed=seed)
     packing = plain.Packing(starts_q, starts_k, case.used)
-    compare(found, lambda *x: plain.packed(*x, terms, packing), clean, dout)
+
+    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return plain.packed(*x, terms, packing)
+
+    out, lse = results(attention, clean)
+    dout = randn(out, 2)
+    saved = Saved(out, lse, dout, None)
+    run |= {**more, "split": case.split, "fused": fused, "algorithm": "fused" if fused else "split"}
+    found = kernel.backward_packed(q, k, v, saved, *numbers, **run)
+    compare(found, attention, clean, dout)
 
 
 def seen_of_each(bounds: list[Tensor]) -> plain.Seen:
@@ -416,46 +494,64 @@ def test_splits() -> None:
 
 # Through the compiler, as a launch would do it.
 
+NEEDS = {
+    "fused": ALL,
+    "queries": Needs(True, False, False),
+    "keys": Needs(False, True, True),
+    "key": Needs(False, True, False),
+    "value": Needs(False, False, True),
+}
+ROWS = [
+    *(("fused", walk) for walk in FUSED),
+    *((name, getattr(row, name)) for row in SPLITS for name in Split._fields),
+]
+# Of dK and dV apart only where they do not fit beside each other.
 WALKS = [
-    pytest.param(row, name, id=f"{row.queries.qk.total}-{row.queries.v.total}-{name}")
-    for row in SPLITS
-    for name in ("queries", "keys" if row.keys else "key", "value")
-    if name != "value" or not row.keys
+    pytest.param(name, walk, id=f"{name}-{walk.qk.total}-{walk.v.total}")
+    for name, walk in ROWS
+    if walk and (name not in ("key", "value") or walk.qk.total > 128)
 ]
 
 
-def compiled(
-    row: Split, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Compiled:
-    """One walk of a row of the table."""
-    needs = {
-        "queries": Needs(True, False, False), "keys": Needs(False, True, True),
-        "key": Needs(False, True, False), "value": Needs(False, False, True),
-    }[name]  # fmt: skip
-    walk = getattr(row, name)
-    q, v = (
-        torch.empty(1, 2, 2048, n, dtype=dtype, device="meta")
-        for n in (walk.qk.total, walk.v.total)
-    )
+def compiled(name: str, walk: Walk, **options: Any) -> Compiled:
+    """One walk, for a call that needs just that."""
+    shapes = ((1, 2, 2048, n) for n in (walk.qk.total, walk.v.total))
+    q, v = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
     saved = Saved(v, torch.empty(1, 2, 2048, device="meta"), v, None)
-    run = {"scale": 0.1, "programs": 8, "split": row, **options}
-    statistics, found = compile_launches(kernel.backward, q, q, v, saved, needs, **run)
+    row = Split(walk, walk if name == "keys" else None, walk, walk)
+    run = {"scale": 0.1, "programs": 8, "split": row, "fused": walk, **options}
+    run["algorithm"] = "fused" if name == "fused" else "split"
+    statistics, found = compile_launches(kernel.backward, q, q, v, saved, NEEDS[name], **run)
     assert statistics.spills == 0
     return found
 
 
-# What ptxas may keep in local memory; at 256 columns there is an eighth of the registers left.
-MOST_SPILLS = {64: 0, 128: 5, 192: 2, 256: 34}
+def products(walk: Walk) -> int:
+    """Of a consumer and a tile, 16 columns or rows at a time: S, dP, dV, dK and its part of dQ."""
+    rows = walk.block // 16
+    found = walk.qk.total // 16 + walk.second * rows * walk.v.boxes
+    found += walk.first * (walk.v.total // 16 + rows * walk.qk.boxes)
+    return found + (walk.consumers * 4 if walk.adds == "consumers" else 0)
+
+
+# What ptxas may keep in local memory, by columns: stores in all, and loads in the loop over tiles.
+# Where dQ is the consumers' as well, and at 256 columns, registers are short.
+MOST_SPILLS = {64: (4, 1), 128: (5, 0), 192: (2, 0), 256: (34, 8)}
+MOST_SPILLS_OF_CONSUMERS = (60, 20)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("row", "name"), WALKS)
-def test_machine_code(row: Split, name: str, causal: bool) -> None:
-    walk = getattr(row, name)
-    found = compiled(row, name, right=0 if causal else None)
+@pytest.mark.parametrize(("name", "walk"), WALKS)
+def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
+    found = compiled(name, walk, right=0 if causal else None)
     for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert found.opcodes[opcode], opcode
+    assert bool(found.opcodes["UTMAREDG"]) == bool(walk.adds)
     assert not found.serialised and not found.opcodes["PRMT"]
-    assert found.spills <= MOST_SPILLS[walk.qk.total]
+    most, most_in_loop = MOST_SPILLS[walk.qk.total]
+    if walk.adds == "consumers":
+        most, most_in_loop = MOST_SPILLS_OF_CONSUMERS
+    assert found.spills <= most
+    assert found.loop_with(products(walk))["LDL"] <= most_in_loop
     assert found.registers == walk.registers[0]
     assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024

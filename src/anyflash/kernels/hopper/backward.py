@@ -48,10 +48,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from anyflash.kernels.hopper.compat import async_store, barrier
+from anyflash.kernels.hopper.compat import async_atomic_add, async_load, async_store, barrier
 from anyflash.kernels.hopper.dropout import Dropout, drop, drop_turned
 from anyflash.kernels.hopper.masking import (
     Block,
@@ -65,7 +66,15 @@ from anyflash.kernels.hopper.masking import (
     query_range,
     sight,
 )
-from anyflash.kernels.hopper.pipeline import channel, get, matrix, place, put, room_for_numbers
+from anyflash.kernels.hopper.pipeline import (
+    channel,
+    get,
+    matrix,
+    place,
+    put,
+    ring,
+    room_for_numbers,
+)
 from anyflash.kernels.hopper.products import accumulate, finish, multiply
 from anyflash.kernels.hopper.schedule import (
     END,
@@ -79,7 +88,7 @@ from anyflash.kernels.hopper.schedule import (
     tickets,
 )
 from anyflash.kernels.hopper.softmax import logits
-from anyflash.kernels.hopper.statistics import first_tile
+from anyflash.kernels.hopper.statistics import STATISTICS, first_tile
 
 ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
 NOTE = gl.constexpr(2)  # numbers that the producer says of a tile
@@ -102,7 +111,19 @@ class Channels(NamedTuple):
     own_2: Any
     other: Any
     other_2: Any
-    statistics: Any  # only with KEYS: those of the queries in `other`'s slot
+    statistics: Any  # in shared memory: of the queries in `other`'s slots, lse and delta of each
+    ds: Any  # only with ADDS: dS^T of all consumers
+
+
+class Adding(NamedTuple):
+    """What dQ is made with, under ADDS."""
+
+    desc: Any  # over its float32 sums, boxes of BLOCK rows
+    places: Any  # in shared memory, from where they are added
+    notes: Any  # of each slot of dS
+
+
+PLACES = gl.constexpr(2)  # of a role that makes dQ
 
 
 class Numbers(NamedTuple):
@@ -146,6 +167,8 @@ class Flags(NamedTuple):
     PANELS: Any  # boxes that make up a tile of Q or K, and of V or dO
     SHARED: Any  # results take the place of X and X' in shared memory
     REGISTERS: Any  # X and X' are multiplied from registers
+    EARLY: Any  # S of the next tile is started before dP is waited for
+    ADDS: Any  # who adds dS K to dQ in global memory: nobody "", the "consumers", or a "role"
 
 
 @gluon.jit
@@ -185,7 +208,7 @@ def seek(j, first, count, tiles, block, limits, BLOCK_OWN: gl.constexpr, BLOCK: 
 @gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     descs, channels, notes, draw, limits, heads = work
-    own, own_2, other, other_2, statistics = channels
+    own, own_2, other, other_2, statistics, _ = channels
     schedule, packing, counter, total, ranges, rows = sources
     BLOCK_OWN: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = other.full.type.shape[0]
@@ -227,6 +250,8 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 slot, phase = place(step, SLOTS)
                 slot_2, phase_2 = place(step, SLOTS_2)
                 last = ((head == end - 1) & (after >= count)).to(gl.int32)
+                if FLAGS.ADDS != "":  # keys beyond the last one must not reach dQ: see `hide`
+                    masked = gl.where(block.row + BLOCK_OWN > block.queries, 1, masked)
                 at = corner(block, head, tile * BLOCK, FLAGS.PACKED, False)
                 at_2 = at
                 if FLAGS.INTERVALS > 0 and not FLAGS.KEYS:
@@ -239,11 +264,16 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 queries_head = head if FLAGS.KEYS else block.head
                 number_of_head = block.batch * heads.heads + queries_head
                 put(notes, slot * NOTE, (tile * 4 + masked * 2 + last, number_of_head))
-                other.commit(descs.other, at, slot)
                 if FLAGS.KEYS:
+                    other.commit(descs.other, at, slot, 2 * descs.statistics.block_type.nbytes)
                     row = head_of_statistics(block, head, heads, FLAGS.PACKED) * heads.tiles
                     row += first_tile(block.k_start, block.batch, FLAGS.PACKED) + tile
-                    statistics.fill(descs.statistics, (row,), slot, phase)
+                    full = other.full.index(slot)
+                    for n in gl.static_range(2):
+                        places = statistics.index(slot * 2 + n)
+                        async_load(descs.statistics, (row, n * STATISTICS), full, places)
+                else:
+                    other.commit(descs.other, at, slot)
                 if fresh != 0:  # not sooner: the block before may still have these places
                     for w in gl.static_range(CONSUMERS):
                         place_own = corner(
@@ -266,6 +296,8 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 def hide(s, tile, rows, block, limits, FLAGS: gl.constexpr):
     """−inf where a score of a tile does not exist."""
     BLOCK: gl.constexpr = s.shape[1]
+    if FLAGS.ADDS != "":  # 2^(0 − lse) may be infinite, and times a zero row of K it is NaN in dQ
+        s = gl.where(rows[:, None] < block.queries, s, -float("inf"))
     if FLAGS.KEYS and FLAGS.INTERVALS > 0:
         return mask_columns(s, tile * BLOCK, rows, block, limits, FLAGS)
     else:
@@ -320,18 +352,113 @@ def zeros(COUNT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, results, WHO: gl.constexpr, FLAGS: gl.constexpr):
+def give(ds, channel, slot, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A consumer's part of dS^T, into a slot that it has acquired."""
+    channel.tiles.index(slot * CONSUMERS + WHO).store(ds)
+    channel.announce(slot)
+
+
+@gluon.jit
+def gradient_of_queries(
+    ds, slot, own, PANEL: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """dS K of a panel of columns, started: a product for the keys of each consumer."""
+    BLOCK: gl.constexpr = ds.tiles.type.shape[2]
+    WIDTH: gl.constexpr = own.tiles.type.shape[len(own.tiles.type.shape) - 1]
+    dq = gl.zeros([BLOCK, WIDTH], gl.float32, layout)
+    for w in gl.static_range(CONSUMERS):
+        of_keys = ds.tiles.index(slot * CONSUMERS + w).permute((1, 0))
+        dq = warpgroup_mma(of_keys, own.panel(w, PANEL), dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add(dq, adding, place, at, COLUMN: gl.constexpr, PLACES: gl.constexpr):
+    """dQ += dq, by TMA; of my additions, all but PLACES − 1 have left their places then."""
+    tma.store_wait(PLACES - 1)
+    barrier()  # only the thread that issued it has waited
+    matrix(adding.places.index(place)).store(dq)
+    fence_async_shared()  # TMA reads it, through another proxy
+    barrier()  # all threads have stored what one of them hands to TMA
+    async_atomic_add(adding.desc, at + (COLUMN,), adding.places.index(place))  # noqa: RUF005
+
+
+@gluon.jit
+def where_queries_are(note, head, block, heads, BLOCK: gl.constexpr, FLAGS: gl.constexpr):
+    """Of a tile, seen from the keys: for TMA, on all axes but the last."""
+    head -= block.batch * heads.heads
+    return corner(block, head, (note >> 2) * BLOCK, FLAGS.PACKED, False)
+
+
+@gluon.jit
+def adder(work, adding, lengths, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    """Makes dQ of all consumers' dS^T."""
+    _, channels, _, draw, _, heads = work
+    own = channels.own
+    ds = channels.ds
+    SLOTS: gl.constexpr = ds.full.type.shape[0]
+    BLOCK: gl.constexpr = ds.tiles.type.shape[2]
+    WIDTH: gl.constexpr = own.tiles.type.shape[len(own.tiles.type.shape) - 1]
+    COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    own_length, other_length = lengths
+    turn = 0
+    step = 0
+    block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
+    while block.row != END:
+        for w in gl.static_range(CONSUMERS):
+            own.wait(w, turn & 1)
+        last = 0
+        while last == 0:
+            slot, phase = place(step, SLOTS)
+            ds.wait(slot, phase)
+            note, head = get(adding.notes, slot * NOTE, NOTE)
+            last = note & 1
+            at = where_queries_are(note, head, block, heads, BLOCK, FLAGS)
+            for n in gl.static_range(own.PANELS):
+                dq = gradient_of_queries(ds, slot, own, n, CONSUMERS, layout)
+                dq = warpgroup_mma_wait(0, [dq])
+                if n == own.PANELS - 1:
+                    ds.release(slot)
+                number = (step * own.PANELS + n) % PLACES
+                add(dq, adding, number, at, n * WIDTH, PLACES)
+            step += 1
+        for w in gl.static_range(CONSUMERS):
+            own.release(w)
+        turn += 1
+        block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
+    tma.store_wait(0)  # shared memory is gone when the program ends
+
+
+@gluon.jit
+def release_own(own, own_2, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    """X and X' are read: my rows, and of K, where consumers make dQ, all of them."""
+    if FLAGS.ADDS == "consumers":
+        for w in gl.static_range(CONSUMERS):
+            own.release(w)
+    else:
+        own.release(WHO)
+    if FLAGS.FIRST:
+        own_2.release(WHO)
+
+
+@gluon.jit
+def consumer(
+    work, results, adding, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr
+):  # fmt: skip
     descs, channels, notes, draw, limits, heads = work
-    own, own_2, other, other_2, statistics = channels
+    own, own_2, other, other_2, statistics, shared_ds = channels
     outs, outs_2, statistics_ptr, numbers, dropout, lengths = results
     SLOTS: gl.constexpr = other.full.type.shape[0]
     SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
+    DS_SLOTS: gl.constexpr = shared_ds.full.type.shape[0]
     RANK: gl.constexpr = len(other.tiles.type.shape)
     BLOCK: gl.constexpr = other.tiles.type.shape[RANK - 2]
     WIDTH: gl.constexpr = other.tiles.type.shape[RANK - 1]
     WIDTH_2: gl.constexpr = other_2.tiles.type.shape[RANK - 1]
     PANELS: gl.constexpr = FLAGS.PANELS[0] if FLAGS.FIRST else 0
     PANELS_2: gl.constexpr = FLAGS.PANELS[1] if FLAGS.SECOND else 0
+    EARLIER: gl.constexpr = FLAGS.PANELS[0] if FLAGS.EARLY else 0  # products of S before dP's wait
     COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
     dtype: gl.constexpr = other.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -381,36 +508,56 @@ def consumer(work, results, WHO: gl.constexpr, FLAGS: gl.constexpr):
             if FLAGS.FIRST:
                 dp = multiply(x_2, other_2, slot_2, s_zero)
             if FLAGS.KEYS:
-                statistics.wait(slot, phase)
-                lse = statistics.tiles.index(slot * 2).reshape([BLOCK]).load(s_columns)[None, :]
-                delta = statistics.tiles.index(slot * 2 + 1).reshape([BLOCK]).load(s_columns)
-                delta = delta[None, :]
+                lse = statistics.index(slot * 2).reshape([BLOCK]).load(s_columns)[None, :]
             p = gl.exp2(s * numbers.scale_log2 - lse)
             kept = kept_of(p, head, row, tile, dropout, FLAGS)
             if FLAGS.SECOND:
                 weights = gl.convert_layout(kept.to(dtype), operand_2)
                 a_2 = accumulate(weights, other_2, slot_2, a_2)
-            if FLAGS.FIRST:
-                dp = warpgroup_mma_wait(PANELS_2, [dp])
-                ds = gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS)
-                a = accumulate(gl.convert_layout(ds.to(dtype), operand), other, slot, a)
             # S of the next tile; behind the last one that of the same once more, for nothing.
             ahead, ahead_phase = place(step + 1 - last, SLOTS)
-            other.wait(ahead, ahead_phase)
-            s = multiply(x, other, ahead, s_zero)
-            done = finish((s,) + a + a_2)  # noqa: RUF005
+            if FLAGS.EARLY:
+                other.wait(ahead, ahead_phase)
+                s_next = multiply(x, other, ahead, s_zero)
+            if FLAGS.FIRST:
+                dp = warpgroup_mma_wait(PANELS_2 + EARLIER, [dp])
+                if FLAGS.KEYS:  # no sooner, since registers are scarce
+                    delta = statistics.index(slot * 2 + 1).reshape([BLOCK]).load(s_columns)[None, :]
+                ds = gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS).to(dtype)
+                if FLAGS.ADDS == "consumers":
+                    ds_slot, ds_phase = place(step, DS_SLOTS)
+                    shared_ds.acquire(ds_slot, ds_phase)
+                    give(ds, shared_ds, ds_slot, WHO, CONSUMERS)
+                    shared_ds.wait(ds_slot, ds_phase)
+                    dq = gradient_of_queries(shared_ds, ds_slot, own, WHO, CONSUMERS, a_layout)
+                a = accumulate(gl.convert_layout(ds, operand), other, slot, a)
+            if FLAGS.ADDS == "consumers":
+                dq = warpgroup_mma_wait(PANELS, [dq])
+                shared_ds.release(ds_slot)
+                at = where_queries_are(note, head, block, heads, BLOCK, FLAGS)
+                add(dq, adding, WHO, at, WHO * WIDTH, 1)
+            if not FLAGS.EARLY:
+                other.wait(ahead, ahead_phase)
+                s_next = multiply(x, other, ahead, s_zero)
+            if FLAGS.ADDS == "role":  # under the products
+                ds_slot, ds_phase = place(step, DS_SLOTS)
+                shared_ds.acquire(ds_slot, ds_phase)
+                if WHO == 0:
+                    put(adding.notes, ds_slot * NOTE, (note, head), 4)
+                give(ds, shared_ds, ds_slot, WHO, CONSUMERS)
+            done = finish((s_next,) + a + a_2)  # noqa: RUF005
             s = done[0]
             a = done[1 : 1 + PANELS]
             a_2 = done[1 + PANELS :]
             other.release(slot)
             other_2.release(slot_2)
-            if FLAGS.KEYS:
-                statistics.release(slot)
             step += 1
+        if FLAGS.ADDS != "" and FLAGS.SHARED:
+            # Whoever makes dQ of my last dS has read K, which dK is about to overwrite.
+            ds_slot, ds_phase = place(step - 1, DS_SLOTS)
+            shared_ds.acquire(ds_slot, ds_phase ^ 1)
         if not FLAGS.SHARED:
-            own.release(WHO)
-            if FLAGS.FIRST:
-                own_2.release(WHO)
+            release_own(own, own_2, WHO, CONSUMERS, FLAGS)
         tma.store_wait(0)  # my results of the block before have left their places
         # Only the thread that issued it has waited; and where results take the place of X and X',
         # the products of all warps have read them.
@@ -432,9 +579,7 @@ def consumer(work, results, WHO: gl.constexpr, FLAGS: gl.constexpr):
             async_store(descs.out_2, at_out + (n * WIDTH_2,), outs_2.index(WHO * PANELS_2 + n))  # noqa: RUF005
         if FLAGS.SHARED:
             tma.store_wait(0)  # the results have left the places of X and X'
-            own.release(WHO)
-            if FLAGS.FIRST:
-                own_2.release(WHO)
+            release_own(own, own_2, WHO, CONSUMERS, FLAGS)
         turn += 1
         block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
     tma.store_wait(0)  # shared memory is gone when the program ends
@@ -463,23 +608,42 @@ RUNTIME_NUMBERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_kernel(
-    own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc,
+    own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc, dq_desc,
     statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, counter, numbers, packing, own_length,
     other_length, left, right, bounds_rows, ranges_rows, other_rows, other_2_rows, threshold, batch,
     heads, group, query_heads, query_tiles, section, total,
-    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, FLAGS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, DS_SLOTS: gl.constexpr,
+    FLAGS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     descs = Descriptors(
         own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc
     )
-    channels = Channels(
-        channel(descs.own, CONSUMERS, 1, FLAGS.PANELS[0]),
-        channel(descs.own_2, CONSUMERS, 1, FLAGS.PANELS[1]),
-        channel(descs.other, SLOTS, CONSUMERS, FLAGS.PANELS[0]),
-        channel(descs.other_2, SLOTS_2, CONSUMERS, FLAGS.PANELS[1]),
-        channel(descs.statistics, SLOTS, CONSUMERS, 2),
-    )
+    # K is read by its consumer, and by whoever makes dQ.
+    WHOLE: gl.constexpr = FLAGS.ADDS == "consumers"
+    READERS: gl.constexpr = CONSUMERS if WHOLE else (2 if FLAGS.ADDS == "role" else 1)
+    BLOCK: gl.constexpr = other_desc.block_type.shape[len(other_desc.block_type.shape) - 2]
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], own_desc.dtype)
+    own = channel(descs.own, CONSUMERS, READERS, FLAGS.PANELS[0])
+    own_2 = channel(descs.own_2, CONSUMERS, 1, FLAGS.PANELS[1])
+    other = channel(descs.other, SLOTS, CONSUMERS, FLAGS.PANELS[0])
+    other_2 = channel(descs.other_2, SLOTS_2, CONSUMERS, FLAGS.PANELS[1])
+    statistics = own.tiles
+    if FLAGS.KEYS:
+        room: gl.constexpr = [2 * SLOTS] + descs.statistics.block_type.shape  # noqa: RUF005
+        layout: gl.constexpr = descs.statistics.layout
+        statistics = gl.allocate_shared_memory(gl.float32, room, layout)
+    ds = own
+    adding = Adding(dq_desc, own.tiles, own.tiles)
+    if FLAGS.ADDS != "":
+        tiles = gl.allocate_shared_memory(
+            own_desc.dtype, [DS_SLOTS * CONSUMERS, ROWS, BLOCK], ds_layout
+        )
+        ds = ring(tiles, DS_SLOTS, CONSUMERS, CONSUMERS if WHOLE else 1, 1)
+        shape: gl.constexpr = [CONSUMERS if WHOLE else PLACES] + dq_desc.block_type.shape  # noqa: RUF005
+        places = gl.allocate_shared_memory(gl.float32, shape, dq_desc.layout)
+        adding = Adding(dq_desc, places, room_for_numbers(DS_SLOTS * NOTE))
+    channels = Channels(own, own_2, other, other_2, statistics, ds)
     if FLAGS.SHARED:
         outs = channels.own.tiles
         outs_2 = channels.own_2.tiles
@@ -497,7 +661,7 @@ def backward_kernel(
                 descs.out_2.layout,
             )
     notes = room_for_numbers(SLOTS * NOTE)
-    draw = tickets(CONSUMERS)
+    draw = tickets(CONSUMERS + 1 if FLAGS.ADDS == "role" else CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
     work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles))
@@ -508,9 +672,17 @@ def backward_kernel(
     dropout = Dropout(seed_ptr, threshold)
     results = (outs, outs_2, statistics_ptr, numbers, dropout, lengths)
     # fmt: off
-    gl.warp_specialize([
-        (consumer, (work, results, 0, FLAGS)),
-        (consumer, (work, results, 1, FLAGS)),
-        (producer, (work, sources, CONSUMERS, FLAGS)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    if FLAGS.ADDS == "role":
+        gl.warp_specialize([
+            (consumer, (work, results, adding, 0, CONSUMERS, FLAGS)),
+            (consumer, (work, results, adding, 1, CONSUMERS, FLAGS)),
+            (adder, (work, adding, lengths, CONSUMERS, FLAGS)),
+            (producer, (work, sources, CONSUMERS, FLAGS)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (consumer, (work, results, adding, 0, CONSUMERS, FLAGS)),
+            (consumer, (work, results, adding, 1, CONSUMERS, FLAGS)),
+            (producer, (work, sources, CONSUMERS, FLAGS)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     # fmt: on

@@ -22,7 +22,7 @@ from anyflash.kernels.hopper.operands import (
 from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.statistics import STATISTICS, statistics_kernel
 from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
-from anyflash.kernels.hopper.tiles import Split, Walk, choose_split
+from anyflash.kernels.hopper.tiles import WIDTHS, Split, Walk, choose_fused, choose_split
 from anyflash.rng import keep_threshold
 
 BACKWARD = Kernel(backward_kernel)
@@ -41,7 +41,9 @@ class Options(NamedTuple):
     sink: Tensor | None = None
     dropout: float = 0.0
     seed: Tensor | None = None
+    algorithm: str = "split"
     split: Split | None = None
+    fused: Walk | None = None
     section: int | None = None
     programs: int | None = None
 
@@ -89,12 +91,15 @@ def backward(
         needs: which gradients are asked for; the others cost nothing.
         query_tiles: with `bounds`, int32 (1 or B, ⌈Sk / 64⌉, 2): the query tiles [first, last) of
             64 rows that may see some of 64 keys.
-        split: None chooses from the table.
+        algorithm: "split", or "fused", which adds dQ up in memory, in an order that is another one
+            in each run; heads of more than 128 columns, and calls that do not ask for dq, dk and
+            dv, are always split.
+        split, fused: None chooses from the table.
 
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype, with heads inside of the sequence in memory;
         dsink (Hq,), float32. Products are accumulated in float32, weights and dS rounded to q's
-        dtype for the products that they enter. Bitwise the same in each run. Rows that see
+        dtype for the products that they enter. Split, bitwise the same in each run. Rows that see
         nothing, and keys that nobody sees, have 0.
 
     What forward says of values that a row does not see holds here for k, v and dout as well.
@@ -131,22 +136,36 @@ def _launch(
     if 0 in (q.numel(), k.numel()):
         dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
         return Gradients(dq, dk, dv, None if sink is None else _of_sinks_alone(sink, saved.dlse))
-    split = o.split or choose_split(q.shape[-1], v.shape[-1])
     dout = in_place(saved.dout)
-    statistics = _statistics(saved, dout, starts, lengths, split.queries)
+    statistics = _statistics(saved, dout, starts, lengths)
     dsink = None if sink is None else _sink_gradient(sink, statistics, _tiles(lengths))
     q, k, v = in_place(q), in_place(k), in_place(v)
     call = Call(lengths, starts, _with_intervals(o, lengths), statistics, q.shape[1], k.shape[1])
-    if dq is not None:
-        _walk(call, split.queries, False, (q, dout, k, v), dq, None)
-    if dk is not None and dv is not None and split.keys is not None:
-        _walk(call, split.keys, True, (k, v, q, dout), dk, dv)
-        return Gradients(dq, dk, dv, dsink)
-    if dk is not None:
-        _walk(call, split.key, True, (k, v, q, dout), dk, None)
-    if dv is not None:
-        _walk(call, split.value, True, (k, v, q, dout), None, dv)
+    from_queries, from_keys = (q, dout, k, v), (k, v, q, dout)
+    for walk, makes in _walks(o, q.shape[-1], v.shape[-1], needs):
+        if makes == "q":
+            _walk(call, walk, False, from_queries, dq, None)
+        else:
+            sums = None
+            if "q" in makes and dq is not None:
+                sums = torch.zeros_like(dq, dtype=torch.float32)
+            _walk(call, walk, True, from_keys, dk, dv, sums)
+            if sums is not None:
+                torch.mul(sums, o.scale, out=dq)
     return Gradients(dq, dk, dv, dsink)
+
+
+def _walks(o: Options, columns: int, columns_v: int, needs: Needs) -> list[tuple[Walk, str]]:
+    """In order, each with the gradients that it makes."""
+    fused = o.fused or choose_fused(columns, columns_v)
+    if o.algorithm == "fused" and fused is not None and needs.q and needs.k and needs.v:
+        return [(fused, "qkv")]
+    split = o.split or choose_split(columns, columns_v)
+    found = [(split.queries, "q")] if needs.q else []
+    if needs.k and needs.v and split.keys is not None:
+        return [*found, (split.keys, "kv")]
+    found += [(split.key, "k")] if needs.k else []
+    return found + ([(split.value, "v")] if needs.v else [])
 
 
 def _gradient(x: Tensor, starts: Starts | None) -> Tensor:
@@ -224,7 +243,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1],
         SOFTCAP=o.softcap != 0, DROPOUT=o.dropout != 0, PACKED=lengths.packed,
         DYNAMIC=total > programs, PANELS=(walk.qk.boxes, walk.v.boxes), SHARED=walk.shared_out,
-        REGISTERS=walk.own_registers,
+        REGISTERS=walk.own_registers, EARLY=walk.early, ADDS=walk.adds,
     )  # fmt: skip
     numbers = Numbers(
         LOG2E.value * (1.0 if flags.SCALED else o.scale), float(o.scale), float(o.softcap),
@@ -233,10 +252,11 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
     # Any window reaches no further than all rows and keys: positions stay within 32 bits.
     reach = lengths.queries + lengths.keys
     left, right = (max(-reach, min(n or 0, reach)) for n in (left, right))
-    _, consumer, producer = walk.registers
+    _, consumer, producer, adder = walk.registers
     constants = {
-        "CONSUMERS": walk.consumers, "SLOTS": walk.slots, "SLOTS_2": walk.slots_2, "FLAGS": flags,
-        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+        "CONSUMERS": walk.consumers, "SLOTS": walk.slots, "SLOTS_2": walk.slots_2,
+        "DS_SLOTS": walk.ds_slots, "FLAGS": flags, "CONSUMER_REGISTERS": consumer,
+        "ADDER_REGISTERS": adder, "PRODUCER_REGISTERS": producer,
     }  # fmt: skip
     # What blocks of one key head read over and over should stay in L2, as in forward.
     bytes_of_one = 2 * max(longest_other, 1) * (heads.columns + heads.columns_v)
@@ -251,9 +271,10 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
 
 def _walk(
     call: Call, walk: Walk, of_keys: bool, tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    first: Tensor | None, second: Tensor | None,
+    first: Tensor | None, second: Tensor | None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Make `first` and `second`, dQ or dK and dV, from X, X', Y, Y': see backward.py."""
+    """Make `first` and `second`, dQ or dK and dV, from X, X', Y, Y': see backward.py. dQ is added
+    to `sums`."""
     own, own_2, other, other_2 = tensors
     lengths, o, statistics = call.lengths, call.options, call.statistics
     bounds, query_tiles, seed = o.bounds, o.query_tiles, o.seed
@@ -261,7 +282,7 @@ def _walk(
     heads = Heads(call.heads, call.heads_kv, columns, columns_v, device)
     marks = {
         "bounds": None if bounds is None else bounds.shape[2],
-        "query_tiles": None, "seed": None, "sink": None, "split": None,
+        "query_tiles": None, "seed": None, "sink": None, "split": None, "fused": None,
     }  # fmt: skip
     plan = _plan(lengths, heads, o._replace(**marks), walk, of_keys)
     packing = None
@@ -282,7 +303,8 @@ def _walk(
         *own_operands, *others,
         own_operands[0] if first is None else describe(first, rows, qk),
         own_operands[1] if second is None else describe(second, rows, v),
-        describe_rows(statistics, STATISTICS.value), statistics,
+        describe_rows(statistics, STATISTICS.value),
+        own_operands[0] if sums is None else describe(sums, walk.block, qk), statistics,
         statistics if seed is None else seed, statistics if bounds is None else bounds,
         statistics if query_tiles is None else query_tiles, counter, plan.numbers, packing,
         plan.own_length, plan.other_length, plan.left, plan.right,
@@ -302,9 +324,7 @@ def _tiles(lengths: Lengths) -> int:
     return -(-lengths.queries // STATISTICS.value)
 
 
-def _statistics(
-    saved: Saved, dout: Tensor, starts: Starts | None, lengths: Lengths, walk: Walk
-) -> Tensor:
+def _statistics(saved: Saved, dout: Tensor, starts: Starts | None, lengths: Lengths) -> Tensor:
     """What backward has to know of each row: see statistics.py. Tiles between packed sequences
     stay 0."""
     out, dlse, tiles, heads = in_place(saved.out), saved.dlse, _tiles(lengths), saved.out.shape[1]
@@ -315,15 +335,13 @@ def _statistics(
     packing = None
     if starts is not None:
         packing = launch.packing_of(starts, STATISTICS.value, False, least=1)
-    flags = StatisticsFlags(
-        LEFT=False, RIGHT=False, PACKED=lengths.packed, DLSE=dlse is not None, PANELS=walk.v.boxes
-    )
+    width = next(width for width in WIDTHS if width >= out.shape[-1])
     args = (
-        describe(out, STATISTICS.value, walk.v.width),
-        describe(dout, STATISTICS.value, walk.v.width),
+        describe(out, STATISTICS.value, width), describe(dout, STATISTICS.value, width),
         lse, lse if dlse is None else dlse.float().contiguous(), found, packing,
         lengths.queries, lengths.batch, heads, tiles,
     )  # fmt: skip
+    flags = StatisticsFlags(LEFT=False, RIGHT=False, PACKED=lengths.packed, DLSE=dlse is not None)
     ROW_STATISTICS(rows * tiles, args, {"FLAGS": flags})
     return found
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from anyflash.kernels.hopper.launcher import Operand, View, box
 
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 # A ragged descriptor: see ragged() in schedule.py. Strides count elements; 2^30 · 2^34 of any size
 # are a multiple of 2^64 bytes.

@@ -9,7 +9,7 @@ Annotations are evaluated in this file: Triton 3.6 wants those of an aggregate a
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from anyflash.kernels.hopper.compat import aggregate, async_load, barrier
 
@@ -37,9 +37,10 @@ def room_for_numbers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def put(memory, first, numbers):
-    """Producer: numbers into shared memory, for readers who are told by an arrival after this."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def put(memory, first, numbers, WARPS: gl.constexpr = 1):
+    """One partition, of so many warps: numbers into shared memory, for readers who are told by an
+    arrival after this."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     for i in gl.static_range(len(numbers)):
         memory.index(first + i).store(gl.full([1], numbers[i], gl.int32, one))
     barrier()  # one lane arrives, after the lanes that stored
@@ -82,17 +83,24 @@ class Channel:
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
 
     @gluon.jit
-    def commit(self, desc, corner, slot):
-        """Producer: starts copies into a slot that it has acquired."""
+    def commit(self, desc, corner, slot, MORE: gl.constexpr = 0):
+        """Producer: starts copies into a slot that it has acquired. Readers wait for MORE bytes as
+        well, of copies that are started elsewhere."""
         full = self.full.index(slot)
-        mbarrier.expect(full, desc.block_type.nbytes * self.PANELS)
+        mbarrier.expect(full, desc.block_type.nbytes * self.PANELS + MORE)
         WIDTH: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
         for n in gl.static_range(self.PANELS):
             async_load(desc, corner + (n * WIDTH,), full, self.tiles.index(slot * self.PANELS + n))  # noqa: RUF005
 
     @gluon.jit
+    def announce(self, slot):
+        """Writer of a slot that it has acquired, with ordinary stores: its part is there."""
+        fence_async_shared()  # readers are products, through another proxy
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
     def wait(self, slot, phase):
-        """Reader: waits for the producer's copies."""
+        """Reader: waits for the producer's copies, or all writers' parts."""
         mbarrier.wait(self.full.index(slot), phase)
 
     @gluon.jit
@@ -111,9 +119,17 @@ def channel(desc, SLOTS: gl.constexpr, READERS: gl.constexpr, PANELS: gl.constex
     """A channel for tiles of PANELS boxes of `desc` each; `READERS` release each tile."""
     shape: gl.constexpr = [SLOTS * PANELS] + desc.block_type.shape  # noqa: RUF005
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    return ring(tiles, SLOTS, 1, READERS, PANELS)
+
+
+@gluon.jit
+def ring(
+    tiles, SLOTS: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr, PANELS: gl.constexpr
+):  # fmt: skip
+    """A channel of this memory, whose tiles WRITERS announce and READERS release."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=WRITERS)
         mbarrier.init(empty.index(i), count=READERS)
     return Channel(tiles, full, empty, PANELS)

@@ -33,7 +33,6 @@ class Flags(NamedTuple):
     RIGHT: Any
     PACKED: Any
     DLSE: Any
-    PANELS: Any  # boxes that make up a tile of O
 
 
 @gluon.jit
@@ -41,17 +40,6 @@ def first_tile(start, number, PACKED: gl.constexpr):
     """Where the tiles of a sequence begin among those of a head. There is room for each sequence's
     last tile to reach beyond its rows."""
     return start // STATISTICS + number if PACKED else 0
-
-
-@gluon.jit
-def sum_of_products(out, dout, PANELS: gl.constexpr, layout: gl.constexpr):
-    """rowsum(dO ∘ O) of a tile, from shared memory."""
-    total = gl.zeros([STATISTICS], gl.float32, gl.SliceLayout(1, layout))
-    for n in gl.static_range(PANELS):
-        x = matrix(out.index(n)).load(layout).to(gl.float32)
-        y = matrix(dout.index(n)).load(layout).to(gl.float32)
-        total += gl.sum(x * y, 1)
-    return total
 
 
 @gluon.jit(do_not_specialize=["queries", "batch", "heads", "tiles"])
@@ -65,8 +53,7 @@ def statistics_kernel(
         [1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0]
     )
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    PANELS: gl.constexpr = FLAGS.PANELS
-    shape: gl.constexpr = [PANELS] + out_desc.block_type.shape  # noqa: RUF005
+    shape: gl.constexpr = out_desc.block_type.shape
     out = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     dout = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -88,18 +75,19 @@ def statistics_kernel(
         block = dense_block(number, schedule, STATISTICS, FLAGS)
         head = block.batch * heads + block.head
     if exists:
-        mbarrier.expect(full, 2 * PANELS * out_desc.block_type.nbytes)
+        mbarrier.expect(full, 2 * out_desc.block_type.nbytes)
         at = corner(block, block.head, block.row, FLAGS.PACKED, True)
-        for n in gl.static_range(PANELS):
-            async_load(out_desc, at + (n * WIDTH,), full, out.index(n))  # noqa: RUF005
-            async_load(dout_desc, at + (n * WIDTH,), full, dout.index(n))  # noqa: RUF005
+        async_load(out_desc, at + (0,), full, out)  # noqa: RUF005
+        async_load(dout_desc, at + (0,), full, dout)  # noqa: RUF005
         mine = gl.arange(0, STATISTICS, layout=of_rows)
         inside = block.row + mine < block.queries
         at_rows = head.to(gl.int64) * rows_of_head + block.q_start + block.row + mine
         lse = gl.load(lse_ptr + at_rows, mask=inside, other=-float("inf"))
         lse = gl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
         mbarrier.wait(full, 0)
-        delta = sum_of_products(out, dout, PANELS, layout)
+        x = matrix(out).load(layout).to(gl.float32)
+        y = matrix(dout).load(layout).to(gl.float32)
+        delta = gl.sum(x * y, 1)
         if FLAGS.DLSE:
             delta -= gl.load(dlse_ptr + at_rows, mask=inside, other=0.0)
         first = first_tile(block.q_start, block.batch, FLAGS.PACKED)

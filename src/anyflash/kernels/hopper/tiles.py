@@ -185,8 +185,12 @@ class Walk:
     second: bool = False  # A', which is dV
     shared_out: bool = True  # results take the places of X and X', and the next ones wait for them
     own_registers: bool = False  # X and X' are multiplied from registers
+    early: bool = False  # S of the next tile is started before dP is waited for
+    adds: str = ""  # from the keys: who adds dQ up in memory, nobody, the "consumers", or a "role"
+    ds_slots: int = 2  # of dS, for dQ
     consumers: int = 2
-    registers: tuple[int, int, int] = (168, 240, 24)  # per thread: at launch, consumer, producer
+    # Per thread: at launch, consumer, producer, and the role that makes dQ.
+    registers: tuple[int, int, int, int] = (168, 240, 24, 0)
 
     def __post_init__(self) -> None:
         if (
@@ -194,6 +198,8 @@ class Walk:
             or self.block not in (32, 64, 128)
             or min(self.qk.boxes, self.v.boxes, self.slots - 1, self.slots_2) < 1
             or not (self.first or self.second)
+            or self.adds not in ("", "consumers", "role")
+            or (self.adds == "consumers" and self.qk.boxes != self.consumers)
             or self.shared_bytes > SHARED_BYTES
         ):
             raise ValueError(f"no kernel for {self}")
@@ -209,9 +215,14 @@ class Walk:
         results = 0 if self.shared_out else qk + (v if self.second else 0)
         numbers = self.block_own * (qk + v + results)
         numbers += self.block * (self.slots * qk + self.slots_2 * v)
-        barriers = 2 * (2 * self.consumers + 2 * self.slots + self.slots_2 + 2)
+        barriers = 2 * (2 * self.consumers + self.slots + self.slots_2 + 2)
         statistics = self.slots * 2 * 64 * 4
-        return 2 * numbers + statistics + 8 * barriers + self.slots * 32 + 2 * TICKET_BYTES
+        if self.adds:  # dS of all consumers, and places from which dQ is added, in float32
+            numbers += self.ds_slots * self.block_own * self.block
+            numbers += 2 * self.consumers * self.block * self.qk.width
+            barriers += 2 * self.ds_slots
+        notes = 32 * (self.slots + self.ds_slots)
+        return 2 * numbers + statistics + 8 * barriers + notes + 2 * TICKET_BYTES
 
 
 class Split(NamedTuple):
@@ -234,6 +245,30 @@ def _split(qk: Columns, v: Columns, together: bool, **of_all: Any) -> Split:
     )
 
 
+# The walks of `fused`, from the keys: five products. No row has been measured yet.
+FUSED = (
+    Walk(
+        *(Columns(64), Columns(64)),
+        block=64,
+        slots=3,
+        slots_2=3,
+        second=True,
+        shared_out=False,
+        own_registers=True,
+        adds="role",
+        registers=(128, 208, 24, 72),
+    ),
+    Walk(
+        *(Columns(64, 2), Columns(128)),
+        block=64,
+        slots=2,
+        slots_2=2,
+        second=True,
+        adds="consumers",
+        ds_slots=1,
+    ),
+)
+
 # No row has been measured yet.
 SPLITS = (
     _split(Columns(64), Columns(64), True, slots=3, slots_2=3, own_registers=True),
@@ -242,6 +277,14 @@ SPLITS = (
     _split(Columns(64, 3), Columns(64, 3), False),
     _split(Columns(256), Columns(256), False, slots_2=1),
 )
+
+
+def choose_fused(columns: int, columns_v: int) -> Walk | None:
+    """Likewise of `fused`; None where no walk has room for dQ."""
+    for walk in FUSED:
+        if columns <= walk.qk.total and columns_v <= walk.v.total:
+            return walk
+    return None
 
 
 def choose_split(columns: int, columns_v: int) -> Split:
