@@ -190,8 +190,7 @@ def mechanical(file: str, files: tuple[str, ...]) -> Iterator[Mutant]:
             if id(call) not in statements and callee(call) not in SYNCHRONISE:
                 texts = {f: source(f) for f in files}
                 texts[file] = place.replaced(call.func, ast.unparse(call.func) + COPY)
-                texts = {f: _with_copy(t, callee(call), known) for f, t in texts.items()}
-                yield Mutant(name + "does not synchronise", texts)
+                yield Mutant(name + "does not synchronise", _with_copies(texts, call, known))
 
 
 def _statements(node: ast.AST) -> dict[int, ast.stmt]:
@@ -229,8 +228,11 @@ COPY = "_unsynchronised"
 
 
 class _Unsynchronised(ast.NodeTransformer):
+    """Helpers whose results are used inside are called as copies as well: those in `copied`."""
+
     def __init__(self, known: Signatures) -> None:
         self.known = known
+        self.copied: set[str] = set()
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
@@ -240,16 +242,33 @@ class _Unsynchronised(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         node = self.generic_visit(node)  # type: ignore[assignment]
-        return _waited_for(node) if callee(node) == "warpgroup_mma_wait" else node
+        name = callee(node)
+        if name == "warpgroup_mma_wait":
+            return _waited_for(node)
+        if name in self.known and name not in SYNCHRONISE:
+            self.copied.add(name)
+            node.func = ast.parse(ast.unparse(node.func) + COPY, mode="eval").body
+        return node
 
 
-def _with_copy(text: str, name: str, known: Signatures) -> str:
+def _with_copies(texts: dict[str, str], call: ast.Call, known: Signatures) -> dict[str, str]:
+    wanted, made = {callee(call)}, set[str]()
+    while wanted - made:
+        name = min(wanted - made)
+        remover = _Unsynchronised(known)
+        texts = {f: _with_copy(t, name, remover) for f, t in texts.items()}
+        made.add(name)
+        wanted |= remover.copied
+    return texts
+
+
+def _with_copy(text: str, name: str, remover: _Unsynchronised) -> str:
     if name not in text:
         return text
     lines = text.splitlines()
     found = [f for f in device_functions(text) if f.name == name]
     for function in sorted(found, key=lambda f: -f.lineno):  # from the last, to keep line numbers
-        copy = _Unsynchronised(known).visit(function)
+        copy = remover.visit(function)
         copy.name += COPY
         indented = textwrap.indent(ast.unparse(copy), " " * function.col_offset)
         lines[function.end_lineno : function.end_lineno] = ["", *indented.splitlines()]

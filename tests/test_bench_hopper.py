@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 from anyflash.bench import render as pages
 from anyflash.bench import report
@@ -46,13 +45,12 @@ from anyflash.bench.hopper.power import Power, Reading, Sampler
 from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
 from anyflash.bench.hopper.rows import CUDNN, FA2, FIRST, HOST, LIBRARY, OURS, ROWS, Inputs, Row
 from anyflash.bench.hopper.suite import run_row
-from anyflash.bench.hopper.timing import Burst, Load, Side, Span
-from anyflash.bench.machine import Machine
+from anyflash.bench.hopper.timing import Burst, Side
 from anyflash.bench.timing import Timing
-from anyflash.cli import app
 from anyflash.errors import InvalidInput, Unsupported
 from anyflash.kernels.hopper import tiles
 from anyflash.masks import causal, window
+from bench_cards import HERE, SHORT, FakeCard, a_load, made, run, words
 
 GOOD = Check("good", (Error("out", 0.0, 0.0, 0.0, 1e-5),))
 
@@ -309,47 +307,6 @@ def test_peers_on_a_machine_without_a_card() -> None:
 # Timing
 
 
-@dataclass
-class FakeCard:
-    """A queue of work and a clock that advances only when the host waits for the work."""
-
-    slow: Callable[[float], float] = lambda now: 1.0
-    now: float = 0.0
-    done: float = 0.0
-    order: list[str] = field(default_factory=list)
-    idle: float = 0.0
-
-    def side(self, name: str, seconds: float, calls: int = 10) -> Side:
-        def replay() -> None:
-            self.idle += max(0.0, self.now - self.done)
-            start = max(self.now, self.done)
-            self.done = start + calls * seconds * self.slow(start)
-            self.order.append(name)
-
-        return Side(name, replay, calls)
-
-    def clock(self) -> float:
-        return self.now
-
-    def event(self) -> FakeEvent:
-        return FakeEvent(self)
-
-
-@dataclass
-class FakeEvent:
-    card: FakeCard
-    time: float = 0.0
-
-    def record(self) -> None:
-        self.time = self.card.done
-
-    def synchronize(self) -> None:
-        self.card.now = max(self.card.now, self.time)
-
-    def elapsed_time(self, end_event: FakeEvent) -> float:
-        return 1000 * (end_event.time - self.time)
-
-
 def test_a_sample_is_a_few_graphs_of_a_few_calls() -> None:
     assert timing.plan(1e-3, 0.02) == (20, 1)
     assert timing.plan(30e-6, 0.02) == (32, 21)
@@ -511,23 +468,8 @@ def test_a_card_that_cannot_tell_its_energy(monkeypatch: pytest.MonkeyPatch) -> 
 # A row as a whole
 
 
-def made(value: float = 1e-3, **sides: float) -> tuple[FakeCard, Instruments]:
-    """Instruments on the CPU that take each side's time from `sides`."""
-    fake = FakeCard()
-
-    def capture(name: str, run: Run, seconds: float) -> Side:
-        run()
-        return fake.side(name, sides.get(name, value))
-
-    def read() -> Reading:
-        return Reading(fake.now, 600 * fake.now, 1500)
-
-    return fake, Instruments(read, "cpu", capture, fake.event, lambda: None, fake.clock)
-
-
 FAIR = Contest(ours=right, others=peers.PEERS)
 BOTH = Contest(ours=right, others={CUDNN: right, FA2: right})
-SHORT = Settings(rounds=3, seconds=0.001, sustained_seconds=0.1)
 
 
 def test_a_measured_row() -> None:
@@ -698,11 +640,6 @@ def test_an_error_that_is_not_the_compilers_is_raised() -> None:
 # Bars and goals, over a made-up run
 
 
-def a_load(milliseconds: float, watts: float | None) -> Load:
-    span = Span(100, milliseconds / 10, Power(watts, 1500.0, 1400, 1600))
-    return Load((span, span))
-
-
 def a_result(one: Row, speed: float, sustained: float | None = None, **changes: Any) -> RowResult:
     """A made-up result: `speed` times as fast as the other side, at 580 instead of 600 W."""
     errors = (Error("out", 1e-3, 1e-3, 2e-3, 4.01e-3),)
@@ -822,9 +759,6 @@ def test_shares_of_the_ceiling() -> None:
 # Result files and the page
 
 
-HERE = card.Card("Made-up H200", 132, 150.0, 700.0, 1980, "1.2", "13.0", Machine.here())
-
-
 def a_report(
     results: list[RowResult] | None = None, **changes: Any
 ) -> report.Report[Any, Any, Any]:
@@ -923,14 +857,6 @@ def test_a_row_in_one_line() -> None:
 
 
 # The command
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 def test_without_a_card_the_command_says_so() -> None:

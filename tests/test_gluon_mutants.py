@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from gluon_emulator import NotEmulated
+from gluon_gradients import CHECKS as GRADIENTS
 from gluon_mutants import Mutant, Result, Subject, caught, mutants, patches
 from gluon_plans import MaskFlags, Order, Plan
 from gluon_subjects import (
@@ -39,6 +40,10 @@ SEEDS_OF_SURVIVORS = range(2)
 KERNELS, PATCHES = "tests/gluon_kernels/", "tests/gluon_patches/"
 FORWARD = (
     "launch", "operands", "forward", "products", "schedule", "pipeline", "masking", "softmax",
+    "dropout",
+)  # fmt: skip
+BACKWARD = (
+    "launch_backward", "backward", "query_gradient", "statistics", "pipeline", "masking",
     "dropout",
 )  # fmt: skip
 SUBJECTS = {
@@ -138,6 +143,11 @@ SUBJECTS = {
         ),
         PATCHES + "hopper_forward.txt",
     ),
+    "hopper backward": Subject(
+        tuple(f"src/anyflash/kernels/hopper/{name}.py" for name in BACKWARD),
+        GRADIENTS,
+        PATCHES + "hopper_backward.txt",
+    ),
 }
 # What is no fault, or none that the emulator can see, and why. `barrier()` in a kernel is for the
 # reader: what the compiler adds by itself is tested in test_gluon_compiler.py.
@@ -148,6 +158,7 @@ LATER_K = (
     "before it overwrites this K, the producer waits for the V of the tile before, and consumers"
     " release that after a wait for all products"
 )
+NO_PROXY = "not seen: in the emulator, TMA reaches barriers through no proxy of its own"
 SLOT_OF_A_TICKET = (
     "whose slot it is, the block before the last, is taken: since then the producer has waited for"
     " each consumer to release the Q of that block"
@@ -179,9 +190,7 @@ SURVIVORS = {
     "hopper forward": {
         "consumer: barrier(): dropped": AFTER_STORE_WAIT,
         "consumer: barrier() #2: dropped": BEFORE_TMA,
-        "forward_kernel: fence_async_shared(): dropped": (
-            "not seen: in the emulator, TMA reaches barriers through no proxy of its own"
-        ),
+        "forward_kernel: fence_async_shared(): dropped": NO_PROXY,
         "give: mbarrier.wait(self.empty.index(slot), phase ^ 1): dropped": SLOT_OF_A_TICKET,
         "a ticket is said to be read before it is": SLOT_OF_A_TICKET,
         "the slope is never a power of two": (
@@ -193,6 +202,14 @@ SURVIVORS = {
     },
 }
 
+SURVIVORS["hopper backward"] = {
+    "consumer: barrier(): dropped": AFTER_STORE_WAIT,
+    "consumer: barrier() #2: dropped": BEFORE_TMA,
+    "add: barrier(): dropped": AFTER_STORE_WAIT,
+    "add: barrier() #2: dropped": BEFORE_TMA,
+    "backward_kernel: fence_async_shared(): dropped": NO_PROXY,
+    "statistics_kernel: fence_async_shared(): dropped": NO_PROXY,
+}
 MUTANTS = {name: mutants(subject) for name, subject in SUBJECTS.items()}
 EACH = [pytest.param(s, m, id=f"{s}-{m.name}") for s, ms in MUTANTS.items() for m in ms]
 

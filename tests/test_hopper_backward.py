@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -513,15 +514,19 @@ WALKS = [
 ]
 
 
-def compiled(name: str, walk: Walk, **options: Any) -> Compiled:
+def compiled(name: str, walk: Walk, starts: Tensor | None = None, **options: Any) -> Compiled:
     """One walk, for a call that needs just that."""
     shapes = ((1, 2, 2048, n) for n in (walk.qk.total, walk.v.total))
     q, v = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
-    saved = Saved(v, torch.empty(1, 2, 2048, device="meta"), v, None)
+    lse = torch.empty(1, 2, 2048, device="meta")
     row = Split(walk, walk if name == "keys" else None, walk, walk)
     run = {"scale": 0.1, "programs": 8, "split": row, "fused": walk, **options}
-    run["algorithm"] = "fused" if name == "fused" else "split"
-    statistics, found = compile_launches(kernel.backward, q, q, v, saved, NEEDS[name], **run)
+    run |= {"algorithm": "fused" if name == "fused" else "split", "needs": NEEDS[name]}
+    launcher = kernel.backward
+    if starts is not None:
+        q, v, lse = q[0].transpose(0, 1), v[0].transpose(0, 1), lse[0]
+        launcher = partial(kernel.backward_packed, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    statistics, found = compile_launches(launcher, q, q, v, Saved(v, lse, v, None), **run)
     assert statistics.spills == 0
     return found
 
@@ -555,3 +560,20 @@ def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
     assert found.loop_with(products(walk))["LDL"] <= most_in_loop
     assert found.registers == walk.registers[0]
     assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "fused"])
+def test_every_option_compiles(name: str) -> None:
+    """The emulator takes more than the compiler: layouts of as many warps as there are, say."""
+    walk = FUSED[0] if name == "fused" else getattr(SPLITS[0], name)
+    meta = torch.device("meta")
+    bounds, tiles = (torch.empty(1, n, 2, dtype=torch.int32, device=meta) for n in (2048, 32))
+    seed = torch.empty(1, dtype=torch.int64, device=meta)
+    for options in (
+        {"bounds": bounds[:, :, None].expand(1, 2048, 2, 2), "query_tiles": tiles},
+        {"left": 9, "right": 0, "softcap": 2.0}, {"dropout": 0.5, "seed": seed},
+    ):  # fmt: skip
+        assert compiled(name, walk, **options).opcodes["HGMMA"]
+    starts = torch.empty(9, dtype=torch.int32, device=meta)
+    one = bounds[:, :, None]
+    assert compiled(name, walk, starts=starts, bounds=one, query_tiles=tiles).opcodes["HGMMA"]

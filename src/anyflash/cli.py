@@ -6,9 +6,6 @@ Commands import what they need when they run, so that `anyflash --help` loads no
 
 from __future__ import annotations
 
-import signal
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +17,30 @@ from typer.core import TyperGroup
 from anyflash.errors import AttentionError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
-
-    from anyflash.bench.hopper.results import RowResult
 
 RESULTS = Path("results")
 PAGE = Path("docs/performance.md")
+
+# What benchmarks on a card have in common.
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes, few rounds, short loads: does it work?")
+]
+Rows = Annotated[str | None, typer.Option(metavar="PATTERN", help="Rows whose name contains this.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(help="A full run goes by itself to results/MACHINE, named as the command."),
+]
+Bars = Annotated[
+    bool, typer.Option("--check", help="Exit with 1 if a bar is missed or not measured, too.")
+]
+Rounds = Annotated[
+    int | None, typer.Option(min=1, help="Rounds in which all sides run; 9, quick 2.")
+]
+Load = Annotated[
+    float | None,
+    typer.Option(min=0, help="Each side under load, 0 for not at all; 2, quick 0.2."),
+]
 
 
 class Commands(TyperGroup):
@@ -69,6 +83,7 @@ def doctor() -> None:
 
     import torch
 
+    from anyflash.bench.console import table
     from anyflash.bench.report import Machine, installed
     from anyflash.devices import probe
     from anyflash.dispatch import ORDER
@@ -76,7 +91,7 @@ def doctor() -> None:
     console = Console()
     machine = Machine.here()
     console.print(
-        _table(
+        table(
             ["machine", ""],
             [
                 ["processor", machine.cpu],
@@ -89,10 +104,10 @@ def doctor() -> None:
     )
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {n: installed(n) or "not installed" for n in ("anyflash", "triton", "transformers")}
-    console.print(_table(["package", "version"], [[n, v] for n, v in found.items()]))
+    console.print(table(["package", "version"], [[n, v] for n, v in found.items()]))
     devices = _devices()
     rows = [[d, probe(d).name, ", ".join(sorted(probe(d).features))] for d in devices]
-    console.print(_table(["device", "name", "features"], rows))
+    console.print(table(["device", "name", "features"], rows))
     rows = []
     for kind in dict.fromkeys(torch.device(d).type for d in devices):
         explained = _ordinary(kind)
@@ -100,7 +115,7 @@ def doctor() -> None:
             sentence = explained.refusals[name]
             chosen = "yes, by default" if name == explained.chosen else "yes"
             rows.append([kind, name, "no" if sentence else chosen, sentence or ""])
-    console.print(_table(["device", "backend", "serves", "why not"], rows))
+    console.print(table(["device", "backend", "serves", "why not"], rows))
     console.print(f"asked about: {_ordinary('cpu').problem.describe()}", style="dim", markup=False)
 
 
@@ -199,8 +214,7 @@ def bench_cpu(
     from anyflash.bench.render import summary_table
     from anyflash.bench.suite import Settings
 
-    if quick and check:
-        raise typer.BadParameter("--check holds the bars of full sizes: leave out --quick")
+    _no_quick_bars(quick, check)
     chosen = cases.select(cases.CPU, only)
     settings = Settings(rounds or 2, 0.01, True) if quick else Settings(rounds or Settings.rounds)
     chosen = [case.quick for case in chosen] if quick else chosen
@@ -209,7 +223,7 @@ def bench_cpu(
     results = console.measure(
         chosen, lambda case, tell: suite.run_case(case, settings, tell), settings.rounds, screen
     )
-    screen.print(_table(*summary_table(results)))
+    screen.print(console.table(*summary_table(results)))
     made = report.Report.of(report.CPU, settings, results, source)
     console.write(made, output, RESULTS, quick or only is not None, screen)
     wrong = [r.case.name for r in results if not r.passed]
@@ -219,68 +233,52 @@ def bench_cpu(
 
 @bench.command("hopper-forward")
 def bench_hopper_forward(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, few rounds, short loads: does it work?")
-    ] = False,
-    rows: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Rows whose name contains this.")
-    ] = None,
+    quick: Quick = False,
+    rows: Rows = None,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Variants of the kernel as well, as more rows.")
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="A full run goes to results/MACHINE/hopper-forward.json by itself."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a bar is missed or not measured, too.")
-    ] = False,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds in which all sides run; 9, quick 2.")
-    ] = None,
-    sustained_seconds: Annotated[
-        float | None,
-        typer.Option(min=0, help="Each side under load, 0 for not at all; 2, quick 0.2."),
-    ] = None,
+    output: Output = None,
+    check: Bars = False,
+    rounds: Rounds = None,
+    sustained_seconds: Load = None,
 ) -> None:
     """The forward pass on a Hopper card against cuDNN and FlashAttention-2, with its power."""
-    from anyflash.bench import cases, console, report
+    from anyflash.bench import report
     from anyflash.bench.hopper import ablations as variants
-    from anyflash.bench.hopper import card, goals, power, suite
-    from anyflash.bench.hopper.instruments import Instruments, Settings
-    from anyflash.bench.hopper.render import one_line, summary_tables
+    from anyflash.bench.hopper import command, goals, render, suite
     from anyflash.bench.hopper.rows import ROWS
 
-    if quick and check:
-        raise typer.BadParameter("--check holds the bars of full sizes: leave out --quick")
-    chosen = cases.select(ROWS + variants.ROWS if ablations else ROWS, rows, "--rows")
-    card.require()
-    meter = power.Meter()
-    usual = Settings(2, 0.002, 0.2, True) if quick else Settings()
-    load = usual.sustained_seconds if sustained_seconds is None else sustained_seconds
-    settings = replace(usual, rounds=rounds or usual.rounds, sustained_seconds=load)
-    chosen = [row.quick for row in chosen] if quick else chosen
-    screen = Console()
-    source = report.source()
-    tools = Instruments.of_card(meter)
-    results: list[RowResult] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `finally` runs
-    try:
-        console.measure(
-            chosen, lambda row, tell: suite.run_row(row, settings, tools, tell), settings.rounds,
-            screen, one_line, results,
-        )  # fmt: skip
-    finally:  # what was measured before a row raised, or somebody stopped it, is not lost
-        machine = card.Card.here(meter)
-        made = report.Report.of(report.HOPPER_FORWARD, settings, results, source, machine)
-        cut = len(results) < len(chosen)
-        place = output.with_suffix(".part.json") if output is not None and cut else output
-        console.write(made, place, RESULTS, quick or rows is not None or cut, screen)
-    for table in summary_tables(results):
-        screen.print(_table(*table))
-    wrong = [r.row.name for r in results if not r.passed and not r.refused]
-    failures = goals.failures(results, whole=rows is None)
-    raise typer.Exit(console.tell(wrong, failures, check, screen))
+    _no_quick_bars(quick, check)
+    table = ROWS + variants.ROWS if ablations else ROWS
+    what = command.Suite(
+        report.HOPPER_FORWARD, table, suite.run_row, render.summary_tables, goals.failures
+    )
+    asked = command.Asked(quick, rows, output, check, rounds, sustained_seconds)
+    raise typer.Exit(command.run(what, asked, RESULTS))
+
+
+@bench.command("hopper-backward")
+def bench_hopper_backward(
+    quick: Quick = False,
+    rows: Rows = None,
+    output: Output = None,
+    check: Bars = False,
+    rounds: Rounds = None,
+    sustained_seconds: Load = None,
+) -> None:
+    """The backward pass on a Hopper card, by each algorithm, against cuDNN and FlashAttention-2."""
+    from anyflash.bench import report
+    from anyflash.bench.hopper import command
+    from anyflash.bench.hopper.backward import goals, render, suite
+    from anyflash.bench.hopper.backward.rows import ROWS
+
+    _no_quick_bars(quick, check)
+    what = command.Suite(
+        report.HOPPER_BACKWARD, ROWS, suite.run_row, render.summary_tables, goals.failures
+    )
+    asked = command.Asked(quick, rows, output, check, rounds, sustained_seconds)
+    raise typer.Exit(command.run(what, asked, RESULTS))
 
 
 @bench.command("render")
@@ -295,16 +293,9 @@ def bench_render(
     Console().print(f"{page}: {len(files)} result files", markup=False, soft_wrap=True)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for name, *cells in zip(head, *rows, strict=True):
-        short = all(len(cell) <= 12 for cell in cells)  # long ones give way on a narrow terminal
-        table.add_column(name, overflow="fold", no_wrap=short)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+def _no_quick_bars(quick: bool, check: bool) -> None:
+    if quick and check:
+        raise typer.BadParameter("--check holds the bars of full sizes: leave out --quick")
 
 
 def _devices() -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from anyflash.bench import report
 from anyflash.bench.cases import NamedT
@@ -57,6 +59,17 @@ def write(
     else:
         report.write(made, output)
         screen.print(f"written: {output}", markup=False, soft_wrap=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Cells as a table for the terminal: long ones give way where it is narrow."""
+    found = Table()
+    for name, *cells in zip(head, *rows, strict=True):
+        short = all(len(cell) <= 12 for cell in cells)
+        found.add_column(name, overflow="fold", no_wrap=short)
+    for row in rows:
+        found.add_row(*map(Text, row))
+    return found
 
 
 def tell(

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from anyflash.bench.cases import MEMORY
-from anyflash.bench.hopper.render import section as hopper_section
+from anyflash.bench.hopper.backward.render import section as backward_section
+from anyflash.bench.hopper.render import section as forward_section
 from anyflash.bench.machine import Machine
-from anyflash.bench.report import CPU, HOPPER_FORWARD, Report, read
+from anyflash.bench.report import CPU, HOPPER_BACKWARD, HOPPER_FORWARD, Report, read
 from anyflash.bench.suite import CaseResult, Settings
 from anyflash.bench.tables import NOTHING, Table, error_cells, markdown, number, provenance, ratio
 from anyflash.errors import InvalidInput
@@ -86,7 +87,8 @@ def cpu_section(report: Report[Machine, Settings, CaseResult]) -> str:
 
 SECTIONS: dict[str, Callable[[Report[Any, Any, Any]], str]] = {
     CPU: cpu_section,
-    HOPPER_FORWARD: hopper_section,
+    HOPPER_FORWARD: forward_section,
+    HOPPER_BACKWARD: backward_section,
 }
 
 

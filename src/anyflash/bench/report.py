@@ -21,6 +21,7 @@ import torch
 
 from anyflash.bench import suite
 from anyflash.bench.hopper import goals, instruments
+from anyflash.bench.hopper.backward import goals as backward_goals
 from anyflash.bench.hopper.card import Card
 from anyflash.bench.hopper.results import RowResult
 from anyflash.bench.machine import Machine
@@ -30,7 +31,7 @@ from anyflash.errors import InvalidInput
 FORMAT = 1  # of the file; a change that older readers would misread raises it
 PACKAGE = Path(__file__).resolve().parents[1]
 
-CPU, HOPPER_FORWARD = "cpu", "hopper-forward"  # suites
+CPU, HOPPER_FORWARD, HOPPER_BACKWARD = "cpu", "hopper-forward", "hopper-backward"  # suites
 
 MachineT = TypeVar("MachineT")
 SettingsT = TypeVar("SettingsT")
@@ -49,6 +50,7 @@ class Kinds(NamedTuple):
 KINDS = {
     CPU: Kinds(Machine, suite.Settings, suite.CaseResult, lambda results: {}),
     HOPPER_FORWARD: Kinds(Card, instruments.Settings, RowResult, goals.derived),
+    HOPPER_BACKWARD: Kinds(Card, instruments.Settings, RowResult, backward_goals.derived),
 }
 
 

@@ -12,7 +12,7 @@ from anyflash.bench.check import Check, Error
 from anyflash.bench.hopper import timing
 from anyflash.bench.hopper.check import Reference, poisoned
 from anyflash.bench.hopper.instruments import Instruments, Settings
-from anyflash.bench.hopper.peers import Contest, Run, first_calls
+from anyflash.bench.hopper.peers import Contest, Run, first_calls, unserved
 from anyflash.bench.hopper.results import RowResult
 from anyflash.bench.hopper.rows import CUDNN, OURS, VARIANTS, Inputs, Row, square
 from anyflash.kernels.hopper.tiles import OF_THREE, Columns, Tile, choose, typical_keys
@@ -143,9 +143,10 @@ def run(
             with poisoned():
                 out = call()
         except Exception as error:
-            if name == OURS or not _from_compiler(error):
+            why = unserved(error)
+            if name == OURS or why is None:
                 raise
-            refusals[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            refusals[name] = why
             continue
         errors.append(reference.error(out, name=f"out, {name}"))
         if errors[-1].passed:
@@ -166,9 +167,3 @@ def _call(kernel: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, tile: Ti
     row = inputs.row
     scale, right = row.head_dim**-0.5, 0 if row.causal else None
     return lambda: kernel(inputs.q, inputs.k, inputs.v, scale=scale, right=right, tile=tile)[0]
-
-
-def _from_compiler(error: Exception) -> bool:
-    """Whether Triton says that a kernel cannot be compiled or does not fit the card. Its errors
-    have no common base that a host file could name without importing it."""
-    return type(error).__module__.split(".")[0] == "triton"

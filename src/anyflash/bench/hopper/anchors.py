@@ -1,7 +1,7 @@
-"""How fast the fastest of the others is, relative to cuDNN in the same run.
+"""How fast the fastest of the others is, relative to cuDNN or FlashAttention-2 in the same run.
 
 Cards of one model differ by 15 % and more, so rates are not carried from one to another: only
-ratios to cuDNN are.
+ratios are.
 """
 
 from __future__ import annotations
@@ -39,3 +39,39 @@ SHARES = {(64, 1024, False): 0.90, (64, 1024, True): 0.85}
 def bar(anchor: tuple[int, int, bool]) -> float:
     """The least speed relative to cuDNN of a row of the table."""
     return SHARES.get(anchor, SHARE) * BEST[anchor]
+
+
+# The same of the backward pass; of D=256, which cuDNN's backward refuses, over FlashAttention-2.
+BEST_BACKWARD = {
+    (64, 1024, False): 1.18,
+    (64, 1024, True): 1.29,
+    (64, 4096, False): 1.24,
+    (64, 4096, True): 1.33,
+    (64, 16384, False): 1.25,
+    (64, 16384, True): 1.35,
+    (128, 1024, False): 1.14,
+    (128, 1024, True): 1.16,
+    (128, 4096, False): 1.20,
+    (128, 4096, True): 1.20,
+    (128, 16384, False): 1.25,
+    (128, 16384, True): 1.22,
+    (256, 1024, False): 1.51,
+    (256, 1024, True): 1.62,
+    (256, 4096, False): 1.51,
+    (256, 4096, True): 1.59,
+    (256, 16384, False): 1.48,
+    (256, 16384, True): 1.51,
+}
+
+# (D, S): the least speed of our backward pass, dense and causal, relative to the same.
+BARS_BACKWARD = {
+    (64, 1024): 1.0,
+    (64, 4096): 1.18,
+    (64, 16384): 1.18,
+    (128, 1024): 1.0,
+    (128, 4096): 1.0,
+    (128, 16384): 1.0,
+    (256, 1024): 1.5,
+    (256, 4096): 1.5,
+    (256, 16384): 1.5,
+}

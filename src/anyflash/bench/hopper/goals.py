@@ -41,19 +41,21 @@ def table(results: Sequence[RowResult]) -> list[RowResult]:
 
 def geometric_mean(results: Sequence[RowResult], way: str) -> float | None:
     """Of ours over the best, over the whole table; None if a row of it is missing."""
-    found = [r.over_best(way) for r in table(results)]
-    known = [x for x in found if x is not None]
-    return statistics.geometric_mean(known) if len(known) == len(found) == len(BEST) else None
+    return mean([r.over_best(way) for r in table(results)], len(BEST))
+
+
+def mean(figures: Sequence[float | None], count: int) -> float | None:
+    """The geometric mean of `count` figures; None if one of them is missing."""
+    known = [x for x in figures if x is not None]
+    return statistics.geometric_mean(known) if len(known) == len(figures) == count else None
 
 
 def lines(results: Sequence[RowResult]) -> list[Line]:
     """The demands on a run, bars first."""
     found = []
     for way in WAYS:
-        mean = geometric_mean(results, way)
-        met = None if mean is None else mean >= MEAN_BAR
         what = f"geometric mean of ours over the best, {way}"
-        found.append(Line(what, ratio(mean), f"≥ {MEAN_BAR}", True, met))
+        found.append(least(what, geometric_mean(results, way), MEAN_BAR))
     for result in results:
         if result.first:
             seconds = result.first[CACHED].total
@@ -63,11 +65,11 @@ def lines(results: Sequence[RowResult]) -> list[Line]:
     for way in WAYS:
         what = f"ours over the best on every row, {way}"
         figures = [r.over_best(way) for r in table(results)]
-        found.append(_every(what, f"≥ {BEST_GOAL}", figures, lambda x: x >= BEST_GOAL, min))
+        found.append(each_least(what, figures, BEST_GOAL, is_bar=False))
     found += [line for way in WAYS for line in _ceilings(results, way)]
     what = f"energy over cuDNN's on every row from S={ENERGY_FROM} on"
     figures = [energy_ratio(r) for r in table(results) if r.row.queries >= ENERGY_FROM]
-    found.append(_every(what, "< 1", figures, lambda x: x < 1, max))
+    found.append(_each(what, "< 1", figures, lambda x: x < 1, max))
     for result in results:
         if result.row.measure == HOST:
             x = result.host_ratio
@@ -78,29 +80,39 @@ def lines(results: Sequence[RowResult]) -> list[Line]:
     return found
 
 
-def energy_ratio(result: RowResult) -> float | None:
-    """Our joules for the same work over cuDNN's."""
-    ours, peer = (result.joules_per_tflop(side) for side in (OURS, CUDNN))
+def energy_ratio(result: RowResult, other: str = CUDNN) -> float | None:
+    """Our joules for the same work over another side's."""
+    ours, peer = (result.joules_per_tflop(side) for side in (OURS, other))
     return None if ours is None or peer is None else ours / peer
 
 
 def derived(results: Sequence[RowResult]) -> dict[str, Any]:
     """What follows from all rows together, for human readers of a result file."""
     means = {way: geometric_mean(results, way) for way in WAYS}
-    return {
-        "geometric_mean_over_best": means,
-        "demands": [
-            {"what": x.what, "figure": x.figure, "demand": x.demand, "bar": x.is_bar, "met": x.met}
-            for x in lines(results)
-        ],
-    }
+    return {"geometric_mean_over_best": means, "demands": told(lines(results))}
+
+
+def told(demands: Sequence[Line]) -> list[dict[str, Any]]:
+    """Demands in a result file."""
+    return [
+        {"what": x.what, "figure": x.figure, "demand": x.demand, "bar": x.is_bar, "met": x.met}
+        for x in demands
+    ]
 
 
 def failures(results: Sequence[RowResult], whole: bool) -> dict[str, list[str]]:
     """What besides wrong results fails a run under --check, by how. Demands on all rows together
     count in a `whole` run."""
-    bars = [line for line in lines(results) if line.is_bar and whole]
-    barred = [r for r in results if r.row.bar is not None and r.passed]
+    return failed(results, results, lines(results) if whole else ())
+
+
+def failed(
+    results: Sequence[RowResult], held: Sequence[RowResult], demands: Sequence[Line]
+) -> dict[str, list[str]]:
+    """What fails a run, by how: rows that we refuse, those of the `held` that miss the bar they
+    may have, and bars among the demands."""
+    bars = [line for line in demands if line.is_bar]
+    barred = [r for r in held if r.row.bar is not None and r.passed]
     return {
         "refused": [r.row.name for r in results if r.refused],
         "bar missed": [r.row.name for r in barred if r.met is False]
@@ -125,17 +137,28 @@ def _ceilings(results: Sequence[RowResult], way: str) -> list[Line]:
     return found
 
 
-def _every(
+def least(what: str, figure: float | None, bar: float) -> Line:
+    """A bar for one figure of the whole run."""
+    return Line(what, ratio(figure), f"≥ {bar}", True, None if figure is None else figure >= bar)
+
+
+def each_least(what: str, figures: Sequence[float | None], bar: float, is_bar: bool) -> Line:
+    """A figure that each of some rows has to reach."""
+    return _each(what, f"≥ {bar}", figures, lambda x: x >= bar, min, is_bar)
+
+
+def _each(
     what: str,
     demand: str,
     figures: Sequence[float | None],
     good: Callable[[float], bool],
     worst: Callable[[Sequence[float]], float],
+    is_bar: bool = False,
 ) -> Line:
-    """A goal for each of some rows: how many reach it, and the worst of them."""
+    """A demand on each of some rows: how many meet it, and the worst of them."""
     known = [x for x in figures if x is not None]
     if not known or len(known) < len(figures):
-        return Line(what, ratio(None), demand, False, None)
+        return Line(what, ratio(None), demand, is_bar, None)
     count = sum(map(good, known))
     text = f"{count} of {len(known)} rows, worst {ratio(worst(known))}"
-    return Line(what, text, demand, False, count == len(known))
+    return Line(what, text, demand, is_bar, count == len(known))

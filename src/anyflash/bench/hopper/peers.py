@@ -98,9 +98,21 @@ def reason(error: Unsupported) -> str:
     return "; ".join(error.refusals.values()) or " ".join(str(error).split())
 
 
+def unserved(error: Exception) -> str | None:
+    """Why a kernel of ours does not serve a row, in one line, if that is what its error says. None:
+    it is a failure."""
+    if isinstance(error, Unsupported):
+        return reason(error)
+    # What Triton says of a kernel that cannot be compiled or does not fit the card. Its errors have
+    # no common base that a host file could name without importing it.
+    if type(error).__module__.split(".")[0] == "triton":
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
 def first_calls(
-    makers: Mapping[str, Maker], inputs: Inputs
-) -> tuple[dict[str, tuple[Run, Tensor]], dict[str, str]]:
+    makers: Mapping[str, Callable[[Inputs], Callable[[], T]]], inputs: Inputs
+) -> tuple[dict[str, tuple[Callable[[], T], T]], dict[str, str]]:
     """Each side's run and the output of its first call, and why the others refuse."""
     served, refusals = {}, {}
     for name, make in makers.items():

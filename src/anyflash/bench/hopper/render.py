@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from anyflash.bench.hopper import ablations, anchors, goals
 from anyflash.bench.hopper.card import Card
@@ -12,7 +13,7 @@ from anyflash.bench.hopper.goals import WAYS, Line
 from anyflash.bench.hopper.instruments import Settings
 from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
 from anyflash.bench.hopper.rows import (
-    ATTENTION,
+    CALLS,
     CUDNN,
     FA2,
     FIRST,
@@ -38,11 +39,13 @@ UNITS = ("TFLOP/s", "MHz", "W", "J/TFLOP")
 VARIANTS_TITLE = "Variants of the kernel, burst"
 MET = {True: "yes", False: "NO", None: "not measured"}
 
-HOW = f"""A ratio is our rate over the other side's, so above 1 anyflash is faster: in a burst the
+# How rows are measured, forward and backward, and what belongs to forward alone.
+HOW = """A ratio is our rate over the other side's, so above 1 anyflash is faster: in a burst the
 median of all rounds, with the least and the most. All inputs are bfloat16, standard normal.
-**Burst**: samples of about {{seconds:g}} ms of all sides in random order, {{rounds}} rounds, as
+**Burst**: samples of about {seconds:g} ms of all sides in random order, {rounds} rounds, as
 CUDA graphs, timed by the card's events. **Sustained**: each side keeps the card busy for
-{{sustained:g}} s and more, in the order a b b a; energy and clock are NVML's. Rates count
+{sustained:g} s and more, in the order a b b a; energy and clock are NVML's."""
+HOW_FORWARD = f"""Rates count
 2·(D + Dv) operations for each pair of a query and a key in each head: half of the pairs if causal,
 those within a window. The best is the fastest of cuDNN, FlashAttention-2, -3 and -4, relative to
 cuDNN ({anchors.SOURCE}); from one card to another only ratios to cuDNN compare. The check compares
@@ -52,25 +55,36 @@ rows of every other head."""
 
 def section(report: Report[Card, Settings, RowResult]) -> str:
     """One report as Markdown."""
+    notes = {VARIANTS_TITLE: ablations.PUBLISHED}
+    return written(report, "forward", HOW_FORWARD, tables(report.results), notes)
+
+
+def written(
+    report: Report[Card, Settings, RowResult],
+    what: str,
+    how: str,
+    found: Sequence[tuple[str, Table]],
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """A report of rows as Markdown: which card, how it was measured, and those of the tables that
+    have rows, with what there is to say below them by title."""
     card, settings, host = report.machine, report.settings, report.machine.host
-    how = HOW.format(
+    measured = HOW.format(
         seconds=1000 * settings.seconds, rounds=settings.rounds,
         sustained=settings.sustained_seconds,
     )  # fmt: skip
     text = [
-        f"## {card.name}, forward",
+        f"## {card.name}, {what}",
         provenance(report.date, report.commit, report.dirty, report.versions)
         + f" {card.multiprocessors} multiprocessors, {card.memory_gb:g} GB, "
         f"{card.power_limit_watts:g} W, at most {card.clock_mhz} MHz; driver {card.driver}, "
         f"CUDA {card.cuda}. Host: {host.cpu}, {host.cores} cores, {host.system}."
         + (" Small sizes: not for comparison." if settings.quick else ""),
-        " ".join(how.split()),
+        " ".join(f"{measured} {how}".split()),
     ]
-    for title, (head, rows) in tables(report.results):
+    for title, (head, rows) in found:
         if rows:
-            text += [f"### {title}", markdown(head, rows)]
-        if rows and title == VARIANTS_TITLE:
-            text.append(ablations.PUBLISHED)
+            text += [f"### {title}", markdown(head, rows), *filter(None, [notes.get(title)])]
     return "\n\n".join(text)
 
 
@@ -113,9 +127,15 @@ def summary_table(results: Iterable[RowResult]) -> Table:
         else:
             first = r.host_ratio if r.row.measure == HOST else r.ratio(r.row.against)
         best = " ".join(ratio(r.over_best(way)) for way in WAYS) if r.row.best else NOTHING
-        rates = " ".join(_number(r.tflops(side, way)) for way in WAYS)
-        cells = [ratio(first), ratio(r.ratio(r.row.against, SUSTAINED)), _bar(r), verdict(r), best]
-        rows.append([r.row.name, *cells, rates, _number(r.joules_per_tflop(side))])
+        rates = " ".join(number_cell(r.tflops(side, way)) for way in WAYS)
+        cells = [
+            ratio(first),
+            ratio(r.ratio(r.row.against, SUSTAINED)),
+            bar_cell(r),
+            verdict(r),
+            best,
+        ]
+        rows.append([r.row.name, *cells, rates, number_cell(r.joules_per_tflop(side))])
     return head, rows
 
 
@@ -128,19 +148,19 @@ def demand_table(lines: Iterable[Line]) -> Table:
     return head, rows
 
 
-def burst_table(results: Iterable[RowResult]) -> Table:
+def burst_table(results: Iterable[RowResult], sides: Sequence[str] = SIDES) -> Table:
     head = ["row", "ratio", "to", "bar", "met", "over best", "over FA2"]
-    head += [f"{side}, TFLOP/s" for side in SIDES] + ["anyflash, ms", "(B, H, S, D)"]
+    head += [f"{side}, TFLOP/s" for side in sides] + ["anyflash, ms", "(B, H, S, D)"]
     rows = []
     for r in results:
-        if r.row.measure != ATTENTION:
+        if r.row.measure not in CALLS:
             continue
         to = r.row.against
-        other = to if r.row.yardstick is None else f"{to}: {_number(r.tflops(to))} TFLOP/s"
-        row = [r.row.name, ratio(r.ratio(to), r.ratios(to)), other, _bar(r), _row_met(r, BURST)]
+        other = to if r.row.yardstick is None else f"{to}: {number_cell(r.tflops(to))} TFLOP/s"
+        row = [r.row.name, ratio(r.ratio(to), r.ratios(to)), other, bar_cell(r), met_cell(r, BURST)]
         row += [ratio(r.over_best()), ratio(r.ratio(FA2))]
-        row += [_number(r.tflops(side)) for side in SIDES]
-        rows.append([*row, _number(r.milliseconds(OURS)), r.row.shape])
+        row += [number_cell(r.tflops(side)) for side in sides]
+        rows.append([*row, number_cell(r.milliseconds(OURS)), r.row.shape])
     return head, rows
 
 
@@ -149,11 +169,11 @@ def sustained_table(results: Iterable[RowResult]) -> Table:
     head += [f"{side}, {unit}" for unit in UNITS for side in (OURS, CUDNN)]
     rows = []
     for r in results:
-        if r.row.measure != ATTENTION or not r.sustained:
+        if r.row.measure not in CALLS or not r.sustained:
             continue
-        row = [r.row.name, ratio(r.ratio(CUDNN, SUSTAINED)), _bar(r), _row_met(r, SUSTAINED)]
+        row = [r.row.name, ratio(r.ratio(CUDNN, SUSTAINED)), bar_cell(r), met_cell(r, SUSTAINED)]
         row += [ratio(r.over_best(SUSTAINED)), ratio(goals.energy_ratio(r))]
-        loads = [_load(r, side) for side in (OURS, CUDNN)]
+        loads = [load_cells(r, side) for side in (OURS, CUDNN)]
         rows.append(row + [cell for pair in zip(*loads, strict=True) for cell in pair])
     return head, rows
 
@@ -161,7 +181,7 @@ def sustained_table(results: Iterable[RowResult]) -> Table:
 def ceiling_table(results: Iterable[RowResult]) -> Table:
     head = ["product", "burst, TFLOP/s", *(f"sustained, {unit}" for unit in UNITS)]
     rows = [
-        [r.row.shape, _number(r.tflops(LIBRARY)), *_load(r, LIBRARY)]
+        [r.row.shape, number_cell(r.tflops(LIBRARY)), *load_cells(r, LIBRARY)]
         for r in results
         if r.row.measure == PRODUCT
     ]
@@ -175,8 +195,8 @@ def host_table(results: Iterable[RowResult]) -> Table:
         if r.row.measure != HOST:
             continue
         sides = (None, None) if r.host is None else (r.host.ours, r.host.peer)
-        costs = [_number(None if x is None else 1000 * statistics.median(x)) for x in sides]
-        rows.append([r.row.name, ratio(r.host_ratio), _bar(r), verdict(r), *costs, r.row.shape])
+        costs = [number_cell(None if x is None else 1000 * statistics.median(x)) for x in sides]
+        rows.append([r.row.name, ratio(r.host_ratio), bar_cell(r), verdict(r), *costs, r.row.shape])
     return head, rows
 
 
@@ -189,7 +209,7 @@ def first_table(results: Iterable[RowResult]) -> Table:
             continue
         calls = [r.first[name] for name in (COLD, CACHED)] if r.first else []
         cells = [f"{x:.2f}" for call in calls for x in (call.imports, call.call)]
-        rows.append([r.row.name, _bar(r), verdict(r), *(cells or [NOTHING] * 4)])
+        rows.append([r.row.name, bar_cell(r), verdict(r), *(cells or [NOTHING] * 4)])
     return head, rows
 
 
@@ -205,7 +225,7 @@ def variant_table(results: Iterable[RowResult]) -> Table:
             ]
             cells = [ratio(statistics.median(x), x) for x in found] + [NOTHING] * (2 - len(found))
             name = "the table's tile" if side == OURS else side
-            rows.append([r.row.name, name, *cells, _number(r.tflops(side))])
+            rows.append([r.row.name, name, *cells, number_cell(r.tflops(side))])
     return head, rows
 
 
@@ -233,7 +253,7 @@ def one_line(result: RowResult) -> str:
     row, parts = result.row, []
     for way in WAYS:
         x, product = result.ratio(row.against, way), result.tflops(LIBRARY, way)
-        if x is not None and row.measure == ATTENTION:
+        if x is not None and row.measure in CALLS:
             parts.append(f"{way} {ratio(x)} of {row.against}")
         if product is not None:
             parts.append(f"{way} {number(product)} TFLOP/s")
@@ -245,7 +265,7 @@ def one_line(result: RowResult) -> str:
     return f"{row.name}: {', '.join(parts + ([] if said == NOTHING else [f'bar: {said}']))}"
 
 
-def _load(result: RowResult, side: str) -> list[str]:
+def load_cells(result: RowResult, side: str) -> list[str]:
     """The UNITS of a side under load."""
     load = result.sustained.get(side)
     figures = (
@@ -254,10 +274,10 @@ def _load(result: RowResult, side: str) -> list[str]:
         None if load is None else load.watts,
         result.joules_per_tflop(side),
     )
-    return [_number(x) for x in figures]
+    return [number_cell(x) for x in figures]
 
 
-def _bar(result: RowResult) -> str:
+def bar_cell(result: RowResult) -> str:
     if result.row.bar is None:
         return NOTHING
     if result.row.measure == FIRST:
@@ -265,7 +285,7 @@ def _bar(result: RowResult) -> str:
     return f"{'≤' if result.row.measure == HOST else '≥'} {result.row.bar:.2f}"
 
 
-def _row_met(result: RowResult, way: str) -> str:
+def met_cell(result: RowResult, way: str) -> str:
     said = verdict(result)
     return _met(result.met_in(way)) if said in MET.values() else said
 
@@ -274,5 +294,5 @@ def _met(met: bool | None) -> str:
     return MET[met]
 
 
-def _number(x: float | None) -> str:
+def number_cell(x: float | None) -> str:
     return NOTHING if x is None else number(x)

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyflash.bench.check import Check, Error
 from anyflash.bench.hopper.first import COLD, FirstCall
-from anyflash.bench.hopper.rows import CUDNN, FIRST, HOST, OURS, Row
+from anyflash.bench.hopper.rows import FIRST, HOST, OURS, Row
 from anyflash.bench.hopper.timing import Burst, Load
 from anyflash.bench.timing import Timing
 
@@ -60,20 +60,20 @@ class RowResult:
         milliseconds = self.milliseconds(side, way)
         return None if milliseconds is None else self._flops(side) / milliseconds / 1e9
 
-    def ratios(self, other: str, way: str = BURST) -> list[float]:
-        """Our rate over another side's: of every round of a burst, or the one that is sustained;
-        nothing if one of them was not measured."""
+    def ratios(self, other: str, way: str = BURST, side: str = OURS) -> list[float]:
+        """A side's rate, ours if not given, over another's: of every round of a burst, or the one
+        that is sustained; nothing if one of them was not measured."""
         sides = self.sides(way)
-        if OURS not in sides or other not in sides:
+        if side not in sides or other not in sides:
             return []
-        share = self._flops(OURS) / self._flops(other)
+        share = self._flops(side) / self._flops(other)
         if way == SUSTAINED:
-            ours, peer = (self.sustained[side].milliseconds for side in (OURS, other))
-            return [share * peer / ours]
-        return [] if self.burst is None else [share * r for r in self.burst.ratios(OURS, other)]
+            own, peer = (self.sustained[name].milliseconds for name in (side, other))
+            return [share * peer / own]
+        return [] if self.burst is None else [share * r for r in self.burst.ratios(side, other)]
 
-    def ratio(self, other: str, way: str = BURST) -> float | None:
-        ratios = self.ratios(other, way)
+    def ratio(self, other: str, way: str = BURST, side: str = OURS) -> float | None:
+        ratios = self.ratios(other, way, side)
         return statistics.median(ratios) if ratios else None
 
     @property
@@ -83,7 +83,7 @@ class RowResult:
 
     def over_best(self, way: str = BURST) -> float | None:
         """Our speed over that of the fastest of the others."""
-        ratio = self.ratio(CUDNN, way)
+        ratio = self.ratio(self.row.against, way)
         return None if ratio is None or self.row.best is None else ratio / self.row.best
 
     def joules_per_tflop(self, side: str) -> float | None:

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,28 +18,34 @@ from torch import Tensor
 from anyflash.bench.hopper import anchors
 from anyflash.errors import InvalidInput
 
-# What a row measures: a call of attention, a matrix product, what a call costs the host, the first
-# call of a process, or variants of the kernel side by side.
-ATTENTION, PRODUCT, HOST = "attention", "product", "host"
-FIRST, VARIANTS = "first call", "variants"
+# What a row measures: a call of attention, its backward pass, a training step (forward and
+# backward), a matrix product, what a call costs the host, the first call of a process, or variants
+# of the kernel side by side.
+ATTENTION, BACKWARD, STEP = "attention", "backward", "step"
+PRODUCT, HOST, FIRST, VARIANTS = "product", "host", "first call", "variants"
+CALLS = (ATTENTION, BACKWARD, STEP)  # those of which all sides are timed on the card
+# Operations over those of forward, which has two products where backward has five.
+WORK = {BACKWARD: 2.5, STEP: 3.5}
 
 OURS, CUDNN, FA2, LIBRARY = "anyflash", "cuDNN", "FA2", "matrix library"  # sides
 
 QUERIES = 16384  # of a row of the table, in all
 WIDTH = 2048  # heads times D
+TOO_WIDE = 256  # columns of a head, which cuDNN's backward on Hopper does not take
+DOUT_SEED = 1  # q is drawn from 0
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement, in bfloat16.
 
-    `bar` is the least rate of ours over that of `against`: of cuDNN, or of ours on the `yardstick`;
-    of a row that measures the host it is the most of our cost over FA2's, and of a first call the
-    most seconds with nothing compiled. `best` is what the
-    fastest of the others reaches of cuDNN's speed. `window` is how many earlier keys a query sees
-    besides its own. `lengths` are those of packed sequences; `queries` and `keys` are then their
-    sum. A `product` is of queries × head_dim by head_dim × keys. `sustained` rows are held under
-    load for seconds, too.
+    `bar` is the least rate of ours over that of `against`: of cuDNN, of FA2 for a step and where
+    cuDNN does not serve, or of ours on the `yardstick`; of a row that measures the host it is the
+    most of our cost over FA2's, and of a first call the most seconds with nothing compiled. `best`
+    is what the fastest of the others reaches of the speed of `against`. `window` is how many
+    earlier keys a query sees besides its own. `lengths` are those of packed sequences; `queries`
+    and `keys` are then their sum. A `product` is of queries × head_dim by head_dim × keys.
+    `sustained` rows are held under load for seconds, too.
     """
 
     name: str
@@ -59,7 +66,7 @@ class Row:
     sustained: bool = False
 
     def __post_init__(self) -> None:
-        kinds = (ATTENTION, PRODUCT, HOST, FIRST, VARIANTS)
+        kinds = (*CALLS, PRODUCT, HOST, FIRST, VARIANTS)
         if self.measure not in kinds:
             expected = f"one of {', '.join(map(repr, kinds))}"
             raise InvalidInput(f"Row(measure) of {self.name!r}", repr(self.measure), expected)
@@ -89,14 +96,16 @@ class Row:
         """Operations of a call: 2 for each product of two numbers."""
         if self.measure == PRODUCT:
             return 2.0 * self.queries * self.keys * self.head_dim
-        return 2.0 * self.heads * self.attended * (self.head_dim + self.head_dim_v)
+        forward = 2.0 * self.heads * self.attended * (self.head_dim + self.head_dim_v)
+        return WORK.get(self.measure, 1.0) * forward
 
     @property
     def against(self) -> str:
         """The side that `bar` is relative to."""
-        if self.measure == HOST:
-            return FA2
-        return CUDNN if self.yardstick is None else f"{OURS} on {self.yardstick.name}"
+        if self.yardstick is not None:
+            return f"{OURS} on {self.yardstick.name}"
+        refused = self.measure == BACKWARD and self.head_dim >= TOO_WIDE
+        return FA2 if refused or self.measure in (HOST, STEP) else CUDNN
 
     @property
     def shape(self) -> str:
@@ -166,17 +175,24 @@ CEILING = Row(
     "8192³ product", 8192, 8192, 8192, 8192, 1, 1, measure=PRODUCT, sustained=True
 )  # fmt: skip
 ANCHORS = tuple(_anchor(key) for key in anchors.BEST)
+ODD = tuple(
+    square(d, 4096, causal, dv)
+    for d, dv in ((96, 96), (192, 192), (192, 128))
+    for causal in (False, True)
+)
+GROUPED = Row("GQA 32/8, S=8192, causal", 8192, 8192, 128, 128, 32, 8, causal=True)
+WINDOW = Row(
+    "window 1024 of 16384", 16384, 16384, 128, 128, 16, 16, window=1024, bar=0.85,
+    yardstick=square(128, 16384, True),
+)  # fmt: skip
+PACKED = _packed()
 ROWS = (
     CEILING,
     *ANCHORS,
-    *(square(d, 4096, causal, dv) for d, dv in ((96, 96), (192, 192), (192, 128))
-      for causal in (False, True)),
-    Row("GQA 32/8, S=8192, causal", 8192, 8192, 128, 128, 32, 8, causal=True),
-    Row(
-        "window 1024 of 16384", 16384, 16384, 128, 128, 16, 16, window=1024, bar=0.85,
-        yardstick=square(128, 16384, True),
-    ),
-    _packed(),
+    *ODD,
+    GROUPED,
+    WINDOW,
+    PACKED,
     Row("128 queries on 16384 keys", 128, 16384, 128, 128, 16, 16),
     Row("host cost of a small call", 128, 128, 128, 128, 1, 1, measure=HOST, bar=2.0),
     *(Row(f"first call, D={d}", 1024, 1024, d, d, 1, 1, measure=FIRST, bar=4.0)
@@ -217,13 +233,24 @@ class Inputs:
         sequences = range(len(self.row.sequences))
         return ((b, h) for b in sequences for h in range(self.row.heads))
 
+    @cached_property
+    def dout(self) -> Tensor:
+        """The gradient of the output, standard normal, shaped as it: (B, Hq, Sq, Dv) or packed."""
+        generator = torch.Generator(self.q.device).manual_seed(DOUT_SEED)
+        shape = (*self.q.shape[:-1], self.row.head_dim_v)
+        x = torch.randn(*shape, generator=generator, device=self.q.device)
+        return x.to(self.q.dtype)
+
+    def heads(self, x: Tensor, sequence: int) -> Tensor:
+        """What a tensor of queries or keys holds for a sequence, (H, S, ·)."""
+        if not self.row.lengths:
+            return x[sequence]
+        start = sum(self.row.lengths[:sequence])
+        return x[start : start + self.row.lengths[sequence]].transpose(0, 1)
+
     def head(self, x: Tensor, sequence: int, head: int) -> Tensor:
-        """What a tensor of queries or keys holds for a query head of a sequence, (S, ·)."""
-        own = head * x.shape[1] // self.row.heads
-        if self.row.lengths:
-            start = sum(self.row.lengths[:sequence])
-            return x[start : start + self.row.lengths[sequence], own]
-        return x[sequence, own]
+        """What it holds for a query head of a sequence, (S, ·)."""
+        return self.heads(x, sequence)[head * x.shape[1] // self.row.heads]
 
     def seen(self, rows: Tensor) -> Tensor | None:
         """Which keys these query rows of any sequence see, (rows, Sk), in plain PyTorch; None is

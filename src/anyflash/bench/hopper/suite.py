@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,7 @@ from anyflash.numerics import max_error, tolerance
 
 HOST_SECONDS = 0.02  # of calls of each side in a round
 PRODUCT_ROWS = 64  # of the matrix product, compared with float64
+HEAVY = (OURS, CUDNN, LIBRARY)  # sides that are held under load
 
 OnRound = Callable[[], None]
 
@@ -77,7 +78,7 @@ def _attention(
         return result
     runs = {name: run for name, (run, _) in others.items()}
     sides, failed = tools.sides(own, runs, settings.seconds)
-    return _measure(replace(result, refusals=refusals | failed), sides, settings, tools, on_round)
+    return measure(replace(result, refusals=refusals | failed), sides, settings, tools, on_round)
 
 
 def _product(
@@ -98,7 +99,7 @@ def _product(
     if not result.passed:
         return result
     sides = [tools.capture(LIBRARY, lambda: a @ b, settings.seconds)]
-    return _measure(result, sides, settings, tools, on_round)
+    return measure(result, sides, settings, tools, on_round)
 
 
 def _host(
@@ -146,25 +147,29 @@ def _first(
     return replace(result, first=tools.first(row)) if result.passed else result
 
 
-def _measure(
+def measure(
     result: RowResult,
     sides: Sequence[Side],
     settings: Settings,
     tools: Instruments,
     on_round: OnRound,
+    *,
+    check: Check | None = None,
+    heavy: Collection[str] = HEAVY,
 ) -> RowResult:
-    """A burst of all sides, and then, where the row asks for it, ours and cuDNN under load."""
-    check = Check(result.row.name, result.errors)
+    """A burst of all sides, and then, where the row asks for it, the `heavy` ones under load.
+    `check` is that of these sides, if it is not the row's."""
+    check = check or Check(result.row.name, result.errors)
     found = timing.burst(
         check, sides, rounds=settings.rounds, event=tools.event, on_round=on_round
     )  # fmt: skip
     result = replace(result, burst=found)
     if not result.row.sustained or not settings.sustained_seconds:
         return result
-    heavy = [side for side in sides if side.name in (OURS, CUDNN, LIBRARY)]
+    loaded = [side for side in sides if side.name in heavy]
     with Sampler(tools.read) as sampler:
         loads = timing.sustain(
-            check, heavy, seconds=settings.sustained_seconds, event=tools.event,
+            check, loaded, seconds=settings.sustained_seconds, event=tools.event,
             power=sampler.power, clock=tools.clock,
         )  # fmt: skip
     return replace(result, sustained=dict(loads))

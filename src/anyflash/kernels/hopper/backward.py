@@ -48,11 +48,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from anyflash.kernels.hopper.compat import async_atomic_add, async_load, async_store, barrier
+from anyflash.kernels.hopper.compat import async_load, async_store, barrier
 from anyflash.kernels.hopper.dropout import Dropout, drop, drop_turned
 from anyflash.kernels.hopper.masking import (
     Block,
@@ -76,6 +75,16 @@ from anyflash.kernels.hopper.pipeline import (
     room_for_numbers,
 )
 from anyflash.kernels.hopper.products import accumulate, finish, multiply
+from anyflash.kernels.hopper.query_gradient import (
+    NOTE,
+    PLACES,
+    Adding,
+    add,
+    adder,
+    give,
+    gradient_of_queries,
+    where_queries_are,
+)
 from anyflash.kernels.hopper.schedule import (
     END,
     Schedule,
@@ -91,7 +100,6 @@ from anyflash.kernels.hopper.softmax import logits
 from anyflash.kernels.hopper.statistics import STATISTICS, first_tile
 
 ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
-NOTE = gl.constexpr(2)  # numbers that the producer says of a tile
 
 
 class Descriptors(NamedTuple):
@@ -115,17 +123,6 @@ class Channels(NamedTuple):
     ds: Any  # only with ADDS: dS^T of all consumers
 
 
-class Adding(NamedTuple):
-    """What dQ is made with, under ADDS."""
-
-    desc: Any  # over its float32 sums, boxes of BLOCK rows
-    places: Any  # in shared memory, from where they are added
-    notes: Any  # of each slot of dS
-
-
-PLACES = gl.constexpr(2)  # of a role that makes dQ
-
-
 class Numbers(NamedTuple):
     """What makes weights of scores, as in forward."""
 
@@ -136,11 +133,10 @@ class Numbers(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """From the queries under INTERVALS, but not of a packed batch: rows from one batch element to
-    the next."""
+    """Rows from one batch element to the next, under INTERVALS but not of a packed batch."""
 
-    other: Any
-    other_2: Any
+    k: Any
+    v: Any
 
 
 class Heads(NamedTuple):
@@ -181,10 +177,12 @@ def head_of_statistics(block, head, heads, PACKED: gl.constexpr):
 def candidates(block, limits, ranges, BLOCK_OWN: gl.constexpr, BLOCK: gl.constexpr,
                FLAGS: gl.constexpr):  # fmt: skip
     """Tiles that a block may need: the first, and how many; from the queries, and under windows,
-    the plan that says which, and one past the last key that any of them sees."""
+    the plan that says which; one past the last key that any of the block's queries see, or, from
+    the keys, that any query sees."""
     if FLAGS.KEYS and FLAGS.INTERVALS > 0:
         first, count = query_range(block, ranges, BLOCK_OWN, BLOCK)
-        return first, count, Tiles(0, 0, 0, 0, 0, 0), 0
+        seen = gl.minimum(gl.load(ranges.ends + block.batch), block.queries)
+        return first, count, Tiles(0, 0, 0, 0, 0, 0), seen
     else:
         tiles, seen = plan(block, limits, BLOCK_OWN, BLOCK, FLAGS)
         return 0, tiles.masked + tiles.clear, tiles, seen
@@ -206,10 +204,19 @@ def seek(j, first, count, tiles, block, limits, BLOCK_OWN: gl.constexpr, BLOCK: 
 
 
 @gluon.jit
+def seen_only(start, block, apart, seen, head, row, FLAGS: gl.constexpr):
+    """Where K or V are, with zeros for what lies behind all that is seen, padding for one: times a
+    weight of 0, NaN is NaN."""
+    if not FLAGS.PACKED:
+        start = block.batch * apart
+    return ragged(start, seen, head, row)
+
+
+@gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     descs, channels, notes, draw, limits, heads = work
     own, own_2, other, other_2, statistics, _ = channels
-    schedule, packing, counter, total, ranges, rows = sources
+    schedule, packing, counter, total, ranges, apart = sources
     BLOCK_OWN: gl.constexpr = CONSUMERS * ROWS
     SLOTS: gl.constexpr = other.full.type.shape[0]
     SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
@@ -235,10 +242,11 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         end = head + schedule.group if FLAGS.KEYS else head + 1
         fresh = 1
         while head < end:
-            j, masked = seek(0, first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS)
-            none = j == count  # one with a mask then, so that it needs no path of its own
-            j = gl.where(none, 0, j)
-            masked = gl.where(none, 1, masked)
+            j, masked = seek(
+                gl.to_tensor(0), first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS
+            )
+            # If none does, one all the same: its mask hides it, and no path of its own is needed.
+            j = gl.where(j == count, 0, j)
             while j < count:
                 after, its = seek(
                     j + 1, first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS
@@ -255,11 +263,8 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 at = corner(block, head, tile * BLOCK, FLAGS.PACKED, False)
                 at_2 = at
                 if FLAGS.INTERVALS > 0 and not FLAGS.KEYS:
-                    # What nobody sees behind them, padding for one, becomes zeros: 0 · NaN is NaN.
-                    start = block.k_start if FLAGS.PACKED else block.batch * rows.other
-                    at = ragged(start, seen, head, tile * BLOCK)
-                    start = block.k_start if FLAGS.PACKED else block.batch * rows.other_2
-                    at_2 = ragged(start, seen, head, tile * BLOCK)
+                    at = seen_only(block.k_start, block, apart.k, seen, head, tile * BLOCK, FLAGS)
+                    at_2 = seen_only(block.k_start, block, apart.v, seen, head, tile * BLOCK, FLAGS)
                 other.acquire(slot, phase)
                 queries_head = head if FLAGS.KEYS else block.head
                 number_of_head = block.batch * heads.heads + queries_head
@@ -276,12 +281,18 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                     other.commit(descs.other, at, slot)
                 if fresh != 0:  # not sooner: the block before may still have these places
                     for w in gl.static_range(CONSUMERS):
-                        place_own = corner(
-                            block, block.head, block.row + w * ROWS, FLAGS.PACKED, True
-                        )
-                        own.fill(descs.own, place_own, w, turn & 1)
+                        row = block.row + w * ROWS
+                        at_own = corner(block, block.head, row, FLAGS.PACKED, True)
+                        at_own_2 = at_own
+                        if FLAGS.INTERVALS > 0 and FLAGS.KEYS:
+                            start = block.q_start
+                            at_own = seen_only(start, block, apart.k, seen, block.head, row, FLAGS)
+                            at_own_2 = seen_only(
+                                start, block, apart.v, seen, block.head, row, FLAGS
+                            )
+                        own.fill(descs.own, at_own, w, turn & 1)
                         if FLAGS.FIRST:
-                            own_2.fill(descs.own_2, place_own, w, turn & 1)
+                            own_2.fill(descs.own_2, at_own_2, w, turn & 1)
                 fresh = 0
                 other_2.fill(descs.other_2, at_2, slot_2, phase_2)
                 step += 1
@@ -323,8 +334,6 @@ def gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS: gl.constexpr):
         ds = kept * (dp * numbers.kept) - p * delta
     else:
         ds = p * (dp - delta)
-    if FLAGS.KEYS and FLAGS.INTERVALS > 0:  # of a key that nobody sees, V may be anything
-        ds = gl.where(p == 0.0, 0.0, ds)
     if FLAGS.SOFTCAP:
         t = gl.maximum(s, -numbers.softcap) / numbers.softcap  # what is hidden is −inf
         ds = ds * (1.0 - t * t)
@@ -349,85 +358,6 @@ def zeros(COUNT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     for _n in gl.static_range(COUNT):
         found = found + (gl.zeros([ROWS, WIDTH], gl.float32, layout),)  # noqa: RUF005
     return found
-
-
-@gluon.jit
-def give(ds, channel, slot, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A consumer's part of dS^T, into a slot that it has acquired."""
-    channel.tiles.index(slot * CONSUMERS + WHO).store(ds)
-    channel.announce(slot)
-
-
-@gluon.jit
-def gradient_of_queries(
-    ds, slot, own, PANEL: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """dS K of a panel of columns, started: a product for the keys of each consumer."""
-    BLOCK: gl.constexpr = ds.tiles.type.shape[2]
-    WIDTH: gl.constexpr = own.tiles.type.shape[len(own.tiles.type.shape) - 1]
-    dq = gl.zeros([BLOCK, WIDTH], gl.float32, layout)
-    for w in gl.static_range(CONSUMERS):
-        of_keys = ds.tiles.index(slot * CONSUMERS + w).permute((1, 0))
-        dq = warpgroup_mma(of_keys, own.panel(w, PANEL), dq, use_acc=w > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def add(dq, adding, place, at, COLUMN: gl.constexpr, PLACES: gl.constexpr):
-    """dQ += dq, by TMA; of my additions, all but PLACES − 1 have left their places then."""
-    tma.store_wait(PLACES - 1)
-    barrier()  # only the thread that issued it has waited
-    matrix(adding.places.index(place)).store(dq)
-    fence_async_shared()  # TMA reads it, through another proxy
-    barrier()  # all threads have stored what one of them hands to TMA
-    async_atomic_add(adding.desc, at + (COLUMN,), adding.places.index(place))  # noqa: RUF005
-
-
-@gluon.jit
-def where_queries_are(note, head, block, heads, BLOCK: gl.constexpr, FLAGS: gl.constexpr):
-    """Of a tile, seen from the keys: for TMA, on all axes but the last."""
-    head -= block.batch * heads.heads
-    return corner(block, head, (note >> 2) * BLOCK, FLAGS.PACKED, False)
-
-
-@gluon.jit
-def adder(work, adding, lengths, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    """Makes dQ of all consumers' dS^T."""
-    _, channels, _, draw, _, heads = work
-    own = channels.own
-    ds = channels.ds
-    SLOTS: gl.constexpr = ds.full.type.shape[0]
-    BLOCK: gl.constexpr = ds.tiles.type.shape[2]
-    WIDTH: gl.constexpr = own.tiles.type.shape[len(own.tiles.type.shape) - 1]
-    COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    own_length, other_length = lengths
-    turn = 0
-    step = 0
-    block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
-    while block.row != END:
-        for w in gl.static_range(CONSUMERS):
-            own.wait(w, turn & 1)
-        last = 0
-        while last == 0:
-            slot, phase = place(step, SLOTS)
-            ds.wait(slot, phase)
-            note, head = get(adding.notes, slot * NOTE, NOTE)
-            last = note & 1
-            at = where_queries_are(note, head, block, heads, BLOCK, FLAGS)
-            for n in gl.static_range(own.PANELS):
-                dq = gradient_of_queries(ds, slot, own, n, CONSUMERS, layout)
-                dq = warpgroup_mma_wait(0, [dq])
-                if n == own.PANELS - 1:
-                    ds.release(slot)
-                number = (step * own.PANELS + n) % PLACES
-                add(dq, adding, number, at, n * WIDTH, PLACES)
-            step += 1
-        for w in gl.static_range(CONSUMERS):
-            own.release(w)
-        turn += 1
-        block = read_block(draw.take(turn, COUNT), own_length, other_length, FLAGS)
-    tma.store_wait(0)  # shared memory is gone when the program ends
 
 
 @gluon.jit
@@ -574,9 +504,11 @@ def consumer(
         barrier()  # all threads have stored what one of them hands to TMA
         at_out = corner(block, block.head, row, FLAGS.PACKED, True)
         for n in gl.static_range(PANELS):
-            async_store(descs.out, at_out + (n * WIDTH,), outs.index(WHO * PANELS + n))  # noqa: RUF005
+            panel = outs.index(WHO * PANELS + n).reshape(descs.out.block_type.shape)
+            async_store(descs.out, at_out + (n * WIDTH,), panel)  # noqa: RUF005
         for n in gl.static_range(PANELS_2):
-            async_store(descs.out_2, at_out + (n * WIDTH_2,), outs_2.index(WHO * PANELS_2 + n))  # noqa: RUF005
+            panel = outs_2.index(WHO * PANELS_2 + n).reshape(descs.out_2.block_type.shape)
+            async_store(descs.out_2, at_out + (n * WIDTH_2,), panel)  # noqa: RUF005
         if FLAGS.SHARED:
             tma.store_wait(0)  # the results have left the places of X and X'
             release_own(own, own_2, WHO, CONSUMERS, FLAGS)
@@ -593,8 +525,8 @@ RUNTIME_NUMBERS = [
     "right",
     "bounds_rows",
     "ranges_rows",
-    "other_rows",
-    "other_2_rows",
+    "k_rows",
+    "v_rows",
     "threshold",
     "batch",
     "heads",
@@ -609,9 +541,9 @@ RUNTIME_NUMBERS = [
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def backward_kernel(
     own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc, dq_desc,
-    statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, counter, numbers, packing, own_length,
-    other_length, left, right, bounds_rows, ranges_rows, other_rows, other_2_rows, threshold, batch,
-    heads, group, query_heads, query_tiles, section, total,
+    statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, ends_ptr, counter, numbers, packing,
+    own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, threshold,
+    batch, heads, group, query_heads, query_tiles, section, total,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, DS_SLOTS: gl.constexpr,
     FLAGS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -666,7 +598,7 @@ def backward_kernel(
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
     work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles))
     schedule = Schedule(batch, heads, group, section, own_length, other_length)
-    ranges, apart = Ranges(ranges_ptr, ranges_rows), Apart(other_rows, other_2_rows)
+    ranges, apart = Ranges(ranges_ptr, ranges_rows, ends_ptr), Apart(k_rows, v_rows)
     sources = (schedule, packing, counter, total, ranges, apart)
     lengths = (own_length, other_length)
     dropout = Dropout(seed_ptr, threshold)

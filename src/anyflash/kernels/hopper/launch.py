@@ -351,12 +351,12 @@ def _arguments(
     )  # fmt: skip
 
 
-def packing_of(starts: Starts, block: int, of_keys: bool, least: int = 0) -> Packing:
-    """Where sequences lie, seen from the side that has the blocks; each has `least` of them."""
+def packing_of(starts: Starts, block: int, of_keys: bool) -> Packing:
+    """Where sequences lie, seen from the side that has the blocks."""
     starts_q, starts_k, used_k = starts
     used_q = starts_q.diff()
     if of_keys:
         starts_q, starts_k, used_q, used_k = starts_k, starts_q, used_k, used_q
-    blocks = ((used_q + (block - 1)) // block).clamp_(min=least)
+    blocks = (used_q + (block - 1)) // block
     first_block = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
     return Packing(first_block, starts_q, starts_k, used_q, used_k)

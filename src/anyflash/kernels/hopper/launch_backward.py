@@ -140,7 +140,9 @@ def _launch(
     statistics = _statistics(saved, dout, starts, lengths)
     dsink = None if sink is None else _sink_gradient(sink, statistics, _tiles(lengths))
     q, k, v = in_place(q), in_place(k), in_place(v)
-    call = Call(lengths, starts, _with_intervals(o, lengths), statistics, q.shape[1], k.shape[1])
+    o = _with_intervals(o, lengths)
+    ends = None if o.bounds is None else _ends(o.bounds, starts, lengths)
+    call = Call(lengths, starts, o, statistics, ends, q.shape[1], k.shape[1])
     from_queries, from_keys = (q, dout, k, v), (k, v, q, dout)
     for walk, makes in _walks(o, q.shape[-1], v.shape[-1], needs):
         if makes == "q":
@@ -199,6 +201,7 @@ class Call(NamedTuple):
     starts: Starts | None
     options: Options
     statistics: Tensor
+    ends: Tensor | None  # of keys that are seen, under bounds
     heads: int
     heads_kv: int
 
@@ -294,9 +297,11 @@ def _walk(
     rows, qk, v = 64, walk.qk.width, walk.v.width
     own_operands = describe(own, rows, qk), describe(own_2, rows, v)
     others, apart = (describe(other, walk.block, qk), describe(other_2, walk.block, v)), (0, 0)
-    if bounds is not None and not of_keys and call.starts is None:
-        pairs = describe_ragged(other, walk.block, qk), describe_ragged(other_2, walk.block, v)
-        others, apart = zip(*pairs, strict=True)
+    if bounds is not None and call.starts is None:  # of K and V, wherever they are
+        seen, height = ((own, own_2), rows) if of_keys else ((other, other_2), walk.block)
+        pairs = zip(seen, (qk, v), strict=True)
+        ragged, apart = zip(*(describe_ragged(x, height, n) for x, n in pairs), strict=True)
+        own_operands, others = (ragged, others) if of_keys else (own_operands, ragged)
     # Where FLAGS do not ask for a tensor, any serves.
     threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
     args = (
@@ -305,8 +310,8 @@ def _walk(
         own_operands[1] if second is None else describe(second, rows, v),
         describe_rows(statistics, STATISTICS.value),
         own_operands[0] if sums is None else describe(sums, walk.block, qk), statistics,
-        statistics if seed is None else seed, statistics if bounds is None else bounds,
-        statistics if query_tiles is None else query_tiles, counter, plan.numbers, packing,
+        *(statistics if x is None else x for x in (seed, bounds, query_tiles, call.ends)),
+        counter, plan.numbers, packing,
         plan.own_length, plan.other_length, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries,
         0 if query_tiles is None or query_tiles.shape[0] == 1 else query_tiles.shape[1],
@@ -326,7 +331,7 @@ def _tiles(lengths: Lengths) -> int:
 
 def _statistics(saved: Saved, dout: Tensor, starts: Starts | None, lengths: Lengths) -> Tensor:
     """What backward has to know of each row: see statistics.py. Tiles between packed sequences
-    stay 0."""
+    stay 0: the one tile that is looked at of a sequence without queries is among them."""
     out, dlse, tiles, heads = in_place(saved.out), saved.dlse, _tiles(lengths), saved.out.shape[1]
     rows = heads * (1 if lengths.packed else lengths.batch)
     make = torch.zeros if lengths.packed else torch.empty
@@ -334,7 +339,7 @@ def _statistics(saved: Saved, dout: Tensor, starts: Starts | None, lengths: Leng
     lse = saved.lse.contiguous()
     packing = None
     if starts is not None:
-        packing = launch.packing_of(starts, STATISTICS.value, False, least=1)
+        packing = launch.packing_of(starts, STATISTICS.value, False)
     width = next(width for width in WIDTHS if width >= out.shape[-1])
     args = (
         describe(out, STATISTICS.value, width), describe(dout, STATISTICS.value, width),
@@ -344,6 +349,19 @@ def _statistics(saved: Saved, dout: Tensor, starts: Starts | None, lengths: Leng
     flags = StatisticsFlags(LEFT=False, RIGHT=False, PACKED=lengths.packed, DLSE=dlse is not None)
     ROW_STATISTICS(rows * tiles, args, {"FLAGS": flags})
     return found
+
+
+def _ends(bounds: Tensor, starts: Starts | None, lengths: Lengths) -> Tensor:
+    """One past the last key that any query sees, of each batch element or sequence: int32 (B,)."""
+    lo, hi = bounds.unbind(-1)
+    last = (hi * (lo < hi)).amax(-1)  # (1 or B, rows)
+    if starts is None:
+        return last.amax(-1).expand(lengths.batch).contiguous()
+    starts_q, starts_k, _ = starts
+    row = torch.arange(lengths.queries, dtype=torch.int32, device=bounds.device)
+    sequence = torch.searchsorted(starts_q[1:], row, right=True)
+    found = last.new_zeros(lengths.batch).scatter_reduce(0, sequence, last[0], "amax")
+    return (found - starts_k[:-1]).clamp_(min=0)
 
 
 def _with_intervals(o: Options, lengths: Lengths) -> Options:

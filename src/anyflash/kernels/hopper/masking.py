@@ -41,6 +41,7 @@ class Ranges(NamedTuple):
 
     pointer: Any  # int32 (1 or B, tiles of GRANULE keys, 2)
     rows: Any  # tiles from one batch element to the next
+    ends: Any  # int32 (B,): one past the last key that any query sees; or of each sequence
 
 
 class Tiles(NamedTuple):
@@ -212,13 +213,14 @@ def query_range(block, ranges, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):
 @gluon.jit
 def sight(block, tile, limits, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
     """What a tile of queries sees of a block of keys: 0 nothing, 2 all of it, each, else 1."""
+    INTERVALS: gl.constexpr = FLAGS.INTERVALS
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rows = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=lanes)
     exists = rows < block.keys
     end = gl.minimum(block.row + ROWS, block.queries)
     some = rows < 0
     all_keys = rows < 0
-    for n in gl.static_range(FLAGS.INTERVALS):
+    for n in gl.static_range(INTERVALS):
         lo, hi = interval(turned(block), limits, rows, exists, n, FLAGS)
         some = some | ((lo < hi) & (lo < end) & (hi > block.row))
         all_keys = all_keys | ((lo <= block.row) & (hi >= end))
@@ -237,4 +239,4 @@ def mask_columns(s, query, rows, block, limits, FLAGS: gl.constexpr):
     if FLAGS.INTERVALS > 1:
         lo, hi = interval(turned(block), limits, columns, exists, 1, FLAGS)
         seen = seen | ((rows[:, None] >= lo[None, :]) & (rows[:, None] < hi[None, :]))
-    return gl.where(seen & exists[None, :], s, -float("inf"))
+    return gl.where(seen, s, -float("inf"))

@@ -9,7 +9,7 @@ Annotations are evaluated in this file: Triton 3.6 wants those of an aggregate a
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anyflash.kernels.hopper.compat import aggregate, async_load, barrier
 
@@ -91,12 +91,6 @@ class Channel:
         WIDTH: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]
         for n in gl.static_range(self.PANELS):
             async_load(desc, corner + (n * WIDTH,), full, self.tiles.index(slot * self.PANELS + n))  # noqa: RUF005
-
-    @gluon.jit
-    def announce(self, slot):
-        """Writer of a slot that it has acquired, with ordinary stores: its part is there."""
-        fence_async_shared()  # readers are products, through another proxy
-        mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def wait(self, slot, phase):

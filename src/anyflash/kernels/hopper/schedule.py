@@ -86,12 +86,14 @@ def dense_block(number, schedule, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr):
 
 @gluon.jit
 def packed_block(
-    number, total, schedule, packing, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr
+    number, total, schedule, packing, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr,
+    WARPS: gl.constexpr = 1,
 ):  # fmt: skip
-    """One warp looks at 256 sequences at a time; how many of them begin no later is the answer."""
+    """A partition, of so many warps, looks at 256 sequences at a time; how many of them begin no
+    later is the answer."""
     blocks = total // schedule.heads
     head, block = split(number, schedule.heads, schedule.section, blocks)
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     n = -1
     for begin in range(0, schedule.batch, 256):
         index = begin + gl.arange(0, 256, layout=lanes)

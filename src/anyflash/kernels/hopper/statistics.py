@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from anyflash.kernels.hopper.compat import async_load, barrier
+from anyflash.kernels.hopper.compat import async_load
 from anyflash.kernels.hopper.pipeline import matrix
 from anyflash.kernels.hopper.schedule import Schedule, corner, dense_block, packed_block
 from anyflash.kernels.hopper.softmax import LOG2E
@@ -59,16 +59,14 @@ def statistics_kernel(
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     fence_async_shared()  # TMA will signal the barrier that an ordinary store has initialised
-    barrier()  # nobody waits at it before that
     number = gl.program_id(0)
     schedule = Schedule(batch, heads, 1, 1, queries, 0)
     rows_of_head = queries
     if FLAGS.PACKED:
         total = gl.load(packing.first_block + batch) * heads
         exists = number < total
-        block = packed_block(
-            gl.minimum(number, total - 1), total, schedule, packing, STATISTICS, FLAGS
-        )
+        number = gl.minimum(number, total - 1)
+        block = packed_block(number, total, schedule, packing, STATISTICS, FLAGS, 4)
         head = block.head
     else:
         exists = number >= 0

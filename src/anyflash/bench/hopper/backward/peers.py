@@ -1,0 +1,175 @@
+"""What is compared: anyflash's backward pass, its algorithms one by one, and PyTorch's kernels.
+
+Nobody's autograd engine is timed: under the capture of a CUDA graph it is fragile, and it costs all
+sides the same. Each side is the operators that its autograd formula calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from anyflash.bench.hopper import peers
+from anyflash.bench.hopper.backward.rows import ALGORITHMS
+from anyflash.bench.hopper.peers import BACKEND
+from anyflash.bench.hopper.rows import CUDNN, FA2, STEP, Inputs
+from anyflash.calls import Arguments
+from anyflash.errors import Unsupported
+from anyflash.kernels.hopper.tiles import choose_fused
+from anyflash.masks import causal, window
+from anyflash.ops import attention_backward, attention_forward
+
+Gradients = tuple[Tensor, ...]  # dq, dk, dv, shaped as q, k, v
+Run = Callable[[], Gradients]
+Maker = Callable[[Inputs], Run]
+
+NEEDS = [True, True, True, False, False]  # gradients of q, k, v, and not of bias and sink
+# Algorithms that do not serve all heads: D and Dv → a kernel's tile, or None.
+CHOICES: dict[str, Callable[[int, int], Any]] = {"fused": choose_fused}
+aten = torch.ops.aten
+
+
+class Passes(NamedTuple):
+    """What a side computes forward, and from that backward."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Gradients]
+
+
+def timed(side: Callable[[Inputs], Passes]) -> Maker:
+    """What a row measures of a side: backward, of a forward that ran once before, or both."""
+
+    def make(inputs: Inputs) -> Run:
+        passes = side(inputs)
+        if inputs.row.measure == STEP:
+            return lambda: passes.backward(passes.forward())
+        saved = passes.forward()
+        return lambda: passes.backward(saved)
+
+    return make
+
+
+def user(inputs: Inputs) -> Passes:
+    """anyflash as a user's `backward()` calls it, with the algorithm that it picks."""
+    call, dout = arguments(inputs), inputs.dout
+
+    def backward(saved: tuple[Tensor, Tensor]) -> Gradients:
+        return attention_backward(dout, None, *saved, NEEDS, *call)[:3]
+
+    return Passes(lambda: attention_forward(*call), backward)
+
+
+def arguments(inputs: Inputs) -> Arguments:
+    """What `attention` or `attention_varlen` hands on of a call that will be differentiated."""
+    row, offsets = inputs.row, inputs.offsets
+    mask = causal() if row.causal else None if row.window is None else window(row.window, 0)
+    longest = max(row.lengths, default=None)
+    return Arguments(
+        inputs.q, inputs.k, inputs.v, bias=None, alibi=None, sink=None, seed=None,
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=None,
+        mask_leaves=[] if mask is None else list(mask.leaves),
+        mask="" if mask is None else mask.text, scale=None, softcap=0.0, dropout=0.0,
+        max_seqlen_q=longest, max_seqlen_k=longest, deterministic=False, precision=None,
+        backend=BACKEND, gradient=True,
+    )  # fmt: skip
+
+
+def algorithm(name: str) -> Callable[[Inputs], Passes]:
+    """One algorithm of the backward kernels, by name, after the forward that users get. Raises
+    Unsupported for heads that its launcher would give to another one."""
+
+    def side(inputs: Inputs) -> Passes:
+        columns = inputs.row.head_dim, inputs.row.head_dim_v
+        if name in CHOICES and CHOICES[name](*columns) is None:
+            why = f"it has no kernel for heads of {columns[0]} and {columns[1]} columns"
+            raise Unsupported(f"the algorithm {name!r}", {name: why})
+        return Passes(user(inputs).forward, lambda saved: _launch(inputs, saved, name))
+
+    return side
+
+
+def _launch(inputs: Inputs, saved: tuple[Tensor, Tensor], name: str) -> Gradients:
+    from anyflash.kernels.hopper import launch_backward as launch  # loads Triton
+
+    row, q, k, v = inputs.row, inputs.q, inputs.k, inputs.v
+    masked = row.causal or row.window is not None
+    asked = {
+        "scale": row.head_dim**-0.5, "left": row.window, "right": 0 if masked else None,
+        "algorithm": name,
+    }  # fmt: skip
+    results = launch.Saved(*saved, inputs.dout, None)
+    if inputs.offsets is None:
+        found = launch.backward(q, k, v, results, launch.Needs(), **asked)
+    else:
+        longest = max(row.lengths)
+        found = launch.backward_packed(
+            q, k, v, results, inputs.offsets, inputs.offsets, max_seqlen_q=longest,
+            max_seqlen_k=longest, needs=launch.Needs(), **asked,
+        )  # fmt: skip
+    return tuple(x for x in found if x is not None)  # dq, dk and dv, of which all are asked for
+
+
+def cudnn_passes(inputs: Inputs) -> Passes:
+    """The operators of cuDNN. What forward leaves undefined (a bias, packed lengths) is None."""
+    q, k, v, dout, is_causal = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.row.causal
+
+    def backward(saved: tuple[Any, ...]) -> Gradients:
+        out, lse, *lengths, seed, offset, _ = saved
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, is_causal
+        )
+
+    return Passes(
+        lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal),
+        backward,
+    )
+
+
+def fa2_passes(inputs: Inputs) -> Passes:
+    """The operators of FlashAttention-2."""
+    q, k, v, dout, is_causal = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.row.causal
+
+    def backward(saved: tuple[Any, ...]) -> Gradients:
+        out, lse, *lengths, seed, offset, _ = saved
+        return aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, offset
+        )
+
+    return Passes(
+        lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal), backward
+    )
+
+
+def served(backend: SDPBackend, side: Callable[[Inputs], Passes]) -> Callable[[Inputs], Passes]:
+    """A side of PyTorch's, where PyTorch itself would choose it for training: the operators look at
+    less than `scaled_dot_product_attention` does before it calls them. Raises what that raises."""
+
+    def make(inputs: Inputs) -> Passes:
+        q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        with torch.enable_grad():
+            peers.only(backend)(replace(inputs, q=q, k=k, v=v))()
+        return side(inputs)
+
+    return make
+
+
+OTHERS = {
+    CUDNN: timed(served(SDPBackend.CUDNN_ATTENTION, cudnn_passes)),
+    FA2: timed(served(SDPBackend.FLASH_ATTENTION, fa2_passes)),
+}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who is measured: anyflash as users get it, each of its algorithms, and the others."""
+
+    ours: Maker = field(default_factory=lambda: timed(user))
+    algorithms: Mapping[str, Maker] = field(
+        default_factory=lambda: {name: timed(algorithm(name)) for name in ALGORITHMS}
+    )
+    others: Mapping[str, Maker] = field(default_factory=lambda: OTHERS)
