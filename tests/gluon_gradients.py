@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import plain
-from anyflash.kernels.hopper.launch_backward import Needs, Saved
+from anyflash.kernels.hopper.launch_backward import ALL
 from anyflash.kernels.hopper.tiles import Columns, Split, Walk
+from anyflash.problem import Gradients, Needs, Saved
 from gluon_mutants import Result
 from gluon_subjects import bounds_of, in_intervals, in_window, inputs, seed_of
 from plain import Seen, Terms
@@ -80,9 +81,9 @@ def example(attention: Attention, leaves: list[Tensor]) -> tuple[Saved, tuple, t
     return Saved(out.to(dout.dtype), lse, dout, dlse), like, exact
 
 
-def compared(found: tuple[Tensor | None, ...], like: tuple, exact: tuple) -> list[Result]:
-    names = ("dq", "dk", "dv", "dsink")[: len(exact)]
-    each = zip(names, found, like, exact, strict=False)
+def compared(found: Gradients, like: tuple, exact: tuple) -> list[Result]:
+    results = (found.q, found.k, found.v, found.sink)[: len(exact)]
+    each = zip(("dq", "dk", "dv", "dsink"), results, like, exact, strict=False)
     return [Result(n, x, y, z) for n, x, y, z in each if x is not None]
 
 
@@ -101,7 +102,7 @@ class Dense:
     sink: tuple[float, ...] | None = None
     dropout: float = 0.0
     offset: float = 0.0  # of q; −offset of k: scores far below 0
-    needs: Needs = Needs()  # noqa: RUF009
+    needs: Needs = ALL
 
     def __call__(self, module: ModuleType) -> list[Result]:
         leaves, bounds, saved, like, exact = self.example
@@ -219,6 +220,6 @@ CHECKS = (
     Dense((1, 1, 1, 70, 137), softcap=2.0, scale=0.3),
     Dense((1, 1, 1, 70, 130), scale=-0.125, left=0),
     Dense((1, 1, 1, 70, 90), BY_ROLE, scale=1.0, offset=4.0),
-    Dense((1, 1, 1, 130, 130), needs=Needs(False, True, False)),
-    Dense((1, 1, 1, 130, 130), needs=Needs(True, False, True)),
+    Dense((1, 1, 1, 130, 130), needs=ALL._replace(q=False, v=False)),
+    Dense((1, 1, 1, 130, 130), needs=ALL._replace(k=False)),
 )

@@ -28,7 +28,7 @@ from anyflash.bench.check import Check, CheckFailed, Error
 from anyflash.bench.hopper import anchors, card, power
 from anyflash.bench.hopper import peers as forward_peers
 from anyflash.bench.hopper import rows as forward_rows
-from anyflash.bench.hopper.backward import check, goals, peers, render, rows, suite
+from anyflash.bench.hopper.backward import ablations, check, goals, peers, render, rows, suite
 from anyflash.bench.hopper.backward.check import Reference
 from anyflash.bench.hopper.backward.peers import Contest, Gradients, Maker, Passes, Run
 from anyflash.bench.hopper.backward.rows import ALGORITHMS, DETERMINISTIC, ROWS
@@ -318,7 +318,7 @@ def test_an_algorithm_is_asked_for_by_name(name: str, monkeypatch: pytest.Monkey
         assert torch.equal(saved.dout, inputs.dout) and saved.dlse is None
         assert saved.out.shape == q.shape and saved.lse.dtype == torch.float32
         asked.update(options, offsets=[x for x in rest if isinstance(x, Tensor)])
-        return launch_backward.Gradients(q, k, v, None)
+        return launch_backward.Gradients(q, k, v, None, None)
 
     packed = inputs.offsets is not None
     monkeypatch.setattr(launch_backward, "backward_packed" if packed else "backward", launched)
@@ -328,7 +328,7 @@ def test_an_algorithm_is_asked_for_by_name(name: str, monkeypatch: pytest.Monkey
     assert asked.pop("offsets") == ([inputs.offsets] * 2 if packed else [])
     if packed:
         assert asked.pop("max_seqlen_q") == asked.pop("max_seqlen_k") == 40
-        assert asked.pop("needs") == launch_backward.Needs(True, True, True)
+        assert asked.pop("needs", launch_backward.ALL) == launch_backward.ALL
     reach = {"causal": (None, 0), "window": (11, 0)}.get(name, (None, None))
     assert (asked["left"], asked["right"]) == reach
     assert asked["scale"] == 1 / 4 and asked["algorithm"] == "split"
@@ -720,7 +720,10 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     text = path.read_text()
     assert "## Made-up H200, backward" in text and anchors.SOURCE in text
     titles = [part[4:] for part in text.splitlines() if part.startswith("### ")]
-    assert titles == [title for title, _ in render.tables([])]
+    # A run without variants has no table of them.
+    every = [title for title, _ in render.tables([])]
+    assert titles == [title for title in every if not title.startswith("Variants")]
+    assert len(titles) == len(every) - 1
     rate = row("D=64, S=1024, dense").flops / 1e9
     lines = text.splitlines()
     (burst,) = (x for x in lines if x.startswith("| D=64, S=1024, dense | 1.36 (1.36–1.36)"))
@@ -855,3 +858,61 @@ def test_without_a_card_the_command_says_so() -> None:
     result = run("bench", "hopper-backward", "--quick")
     assert result.exit_code == 2
     assert "a benchmark of Hopper kernels cuda: no CUDA device is here" in words(result.output)
+
+
+# Variants
+
+
+def test_variants_are_walks_of_the_tables_with_changes() -> None:
+    for one in ablations.ROWS:
+        found, refusals = ablations.contest(one, FAIR)
+        names = [v.name for v in ablations.VARIANTS_OF[one.head_dim, one.head_dim_v]]
+        assert len(set(names)) == len(names) and not refusals
+        assert list(found.algorithms) == names and found.others is FAIR.others
+    wide = ablations.options(row("D=128, S=4096, dense"), ablations.VARIANTS_OF[128, 128][5])
+    assert wide["algorithm"] == "split" and wide["split"].queries.block == 128
+    assert wide["split"].keys.block == 64
+
+
+@pytest.mark.parametrize(
+    ("walk", "changes", "why"),
+    [
+        ("fused", {"colour": "red"}, "colour"),
+        ("keys", {"slots": 99}, "no kernel for"),
+    ],
+)
+def test_a_variant_that_cannot_be_is_told(
+    walk: str, changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ablations.ROWS[0]
+    monkeypatch.setitem(ablations.VARIANTS_OF, (64, 64), (ablations.Variant("odd", walk, changes),))
+    found, refusals = ablations.contest(one, FAIR)
+    assert not found.algorithms and why in refusals["odd"]
+
+
+@pytest.mark.parametrize("walk", ["fused", "keys"])
+def test_a_walk_that_heads_have_not_is_told(walk: str) -> None:
+    with pytest.raises(ValueError, match="columns"):
+        ablations.options(row("D=256, S=4096, dense"), ablations.Variant("none", walk, {}))
+
+
+def test_variants_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher, replaced here, is told the walk."""
+    _, tools = made()
+    one, asked = ablations.ROWS[0].quick, []
+
+    def launched(inputs: Inputs, saved: Any, **options: Any) -> Gradients:
+        asked.append(options)
+        wrong = options["algorithm"] == "split"
+        right = FAIR.ours(inputs)()
+        return tuple(2 * x for x in right) if wrong else right
+
+    both = (ablations.Variant("first", "fused", {}), ablations.Variant("second", "keys", {}))
+    monkeypatch.setitem(ablations.VARIANTS_OF, (64, 64), both)
+    monkeypatch.setattr(ablations, "launched", launched)
+    monkeypatch.setattr(ablations, "user", lambda inputs: Passes(lambda: None, lambda saved: ()))
+    result = run_row(one, SHORT, tools, contest=FAIR)
+    assert {x["algorithm"] for x in asked} == {"fused", "split"} and not result.passed
+    assert "first" in result.sides(BURST) and "second" not in result.sides(BURST)
+    table = render.variant_table([result])[1]
+    assert [line[1] for line in table] == result.sides(BURST)

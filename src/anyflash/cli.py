@@ -262,6 +262,9 @@ def bench_hopper_forward(
 def bench_hopper_backward(
     quick: Quick = False,
     rows: Rows = None,
+    ablations: Annotated[
+        bool, typer.Option("--ablations", help="Variants of the kernels as well, as more rows.")
+    ] = False,
     output: Output = None,
     check: Bars = False,
     rounds: Rounds = None,
@@ -270,12 +273,14 @@ def bench_hopper_backward(
     """The backward pass on a Hopper card, by each algorithm, against cuDNN and FlashAttention-2."""
     from anyflash.bench import report
     from anyflash.bench.hopper import command
+    from anyflash.bench.hopper.backward import ablations as variants
     from anyflash.bench.hopper.backward import goals, render, suite
     from anyflash.bench.hopper.backward.rows import ROWS
 
     _no_quick_bars(quick, check)
+    table = ROWS + variants.ROWS if ablations else ROWS
     what = command.Suite(
-        report.HOPPER_BACKWARD, ROWS, suite.run_row, render.summary_tables, goals.failures
+        report.HOPPER_BACKWARD, table, suite.run_row, render.summary_tables, goals.failures
     )
     asked = command.Asked(quick, rows, output, check, rounds, sustained_seconds)
     raise typer.Exit(command.run(what, asked, RESULTS))

@@ -166,13 +166,10 @@ def _backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> G
     asked = {**_asked(problem, inputs), **_visible(problem, inputs, backward=True)}
     sequences = _sequences(problem, inputs)
     run = launch.backward_packed if sequences else launch.backward
-    results = launch.Saved(saved.out, saved.lse, saved.dout, saved.dlse)
-    asked["needs"] = launch.Needs(needs.q, needs.k, needs.v, needs.sink)
-    found = run(inputs.q, inputs.k, inputs.v, results, **sequences, **asked)
-    dsink = found.sink
-    if dsink is not None and inputs.sink is not None:
-        dsink = dsink.to(inputs.sink.dtype)
-    return Gradients(found.q, found.k, found.v, None, dsink)
+    found = run(inputs.q, inputs.k, inputs.v, saved, needs=needs, **sequences, **asked)
+    if found.sink is None or inputs.sink is None:
+        return found
+    return found._replace(sink=found.sink.to(inputs.sink.dtype))
 
 
 def _asked(problem: Problem, inputs: Inputs) -> dict[str, Any]:

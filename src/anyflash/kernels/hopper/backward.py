@@ -90,8 +90,9 @@ from anyflash.kernels.hopper.schedule import (
     Schedule,
     block_numbers,
     corner,
-    dense_block,
-    packed_block,
+    next_number,
+    number_of_blocks,
+    numbered_block,
     ragged,
     read_block,
     tickets,
@@ -222,20 +223,14 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
     RANK: gl.constexpr = len(other.tiles.type.shape)
     BLOCK: gl.constexpr = other.tiles.type.shape[RANK - 2]
-    if FLAGS.PACKED:
-        total = gl.load(packing.first_block + schedule.batch) * schedule.heads
+    total = number_of_blocks(total, schedule, packing, FLAGS)
     turn = 0
     step = 0
     number = gl.program_id(0)
     while number < total:
-        if FLAGS.PACKED:
-            block = packed_block(number, total, schedule, packing, BLOCK_OWN, FLAGS)
-        else:
-            block = dense_block(number, schedule, BLOCK_OWN, FLAGS)
+        block = numbered_block(number, total, schedule, packing, BLOCK_OWN, FLAGS)
         draw.give(block_numbers(block, FLAGS), turn)
-        number = total
-        if FLAGS.DYNAMIC:
-            number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        number = next_number(total, counter, FLAGS)
         first, count, tiles, seen = candidates(block, limits, ranges, BLOCK_OWN, BLOCK, FLAGS)
         # Of the other side: all heads that have this key head, or the key head that this one has.
         head = block.head * schedule.group if FLAGS.KEYS else block.head // schedule.group

@@ -67,8 +67,9 @@ from anyflash.kernels.hopper.schedule import (
     Schedule,
     block_numbers,
     corner,
-    dense_block,
-    packed_block,
+    next_number,
+    number_of_blocks,
+    numbered_block,
     ragged,
     read_block,
     read_tiles,
@@ -174,21 +175,15 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
-    if FLAGS.PACKED:
-        total = gl.load(packing.first_block + schedule.batch) * schedule.heads
+    total = number_of_blocks(total, schedule, packing, FLAGS)
     turn = 0
     step = 0
     number = gl.program_id(0)
     while number < total:
-        if FLAGS.PACKED:
-            block = packed_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
-        else:
-            block = dense_block(number, schedule, BLOCK_Q, FLAGS)
+        block = numbered_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
-        number = total
-        if FLAGS.DYNAMIC:
-            number = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        number = next_number(total, counter, FLAGS)
         for j in range(tiles.masked + tiles.clear):
             tile = nth_tile(j, tiles, FLAGS)
             slot, phase = place(step, SLOTS)

@@ -23,6 +23,7 @@ from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.statistics import STATISTICS, statistics_kernel
 from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
 from anyflash.kernels.hopper.tiles import WIDTHS, Split, Walk, choose_fused, choose_split
+from anyflash.problem import Gradients, Needs, Saved
 from anyflash.rng import keep_threshold
 
 BACKWARD = Kernel(backward_kernel)
@@ -48,34 +49,7 @@ class Options(NamedTuple):
     programs: int | None = None
 
 
-class Saved(NamedTuple):
-    """Results of forward, and what is known of their gradients."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
-
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    sink: bool = False
-
-
-ALL = Needs()
-
-
-class Gradients(NamedTuple):
-    """None for what was not asked for."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    sink: Tensor | None
+ALL = Needs(q=True, k=True, v=True, bias=False, sink=False)
 
 
 def backward(
@@ -88,7 +62,7 @@ def backward(
             for.
         saved: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) of forward; their gradients, dout in q's
             dtype and any strides, dlse float32 or None.
-        needs: which gradients are asked for; the others cost nothing.
+        needs: which gradients are asked for; the others cost nothing. Not `bias`.
         query_tiles: with `bounds`, int32 (1 or B, ⌈Sk / 64⌉, 2): the query tiles [first, last) of
             64 rows that may see some of 64 keys.
         algorithm: "split", or "fused", which adds dQ up in memory, in an order that is another one
@@ -135,7 +109,8 @@ def _launch(
     sink = o.sink if needs.sink else None
     if 0 in (q.numel(), k.numel()):
         dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
-        return Gradients(dq, dk, dv, None if sink is None else _of_sinks_alone(sink, saved.dlse))
+        dsink = None if sink is None else _of_sinks_alone(sink, saved.dlse)
+        return Gradients(dq, dk, dv, None, dsink)
     dout = in_place(saved.dout)
     statistics = _statistics(saved, dout, starts, lengths)
     dsink = None if sink is None else _sink_gradient(sink, statistics, _tiles(lengths))
@@ -154,7 +129,7 @@ def _launch(
             _walk(call, walk, True, from_keys, dk, dv, sums)
             if sums is not None:
                 torch.mul(sums, o.scale, out=dq)
-    return Gradients(dq, dk, dv, dsink)
+    return Gradients(dq, dk, dv, None, dsink)
 
 
 def _walks(o: Options, columns: int, columns_v: int, needs: Needs) -> list[tuple[Walk, str]]:

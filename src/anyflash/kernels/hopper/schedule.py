@@ -113,6 +113,36 @@ def packed_block(
 
 
 @gluon.jit
+def numbered_block(
+    number, total, schedule, packing, BLOCK_Q: gl.constexpr, FLAGS: gl.constexpr,
+    WARPS: gl.constexpr = 1,
+):  # fmt: skip
+    """The block of a number below `total`, to a partition of so many warps."""
+    if FLAGS.PACKED:
+        return packed_block(number, total, schedule, packing, BLOCK_Q, FLAGS, WARPS)
+    else:
+        return dense_block(number, schedule, BLOCK_Q, FLAGS)
+
+
+@gluon.jit
+def next_number(total, counter, FLAGS: gl.constexpr):
+    """Of the block that a program does next; `total` if there is none."""
+    if FLAGS.DYNAMIC:
+        return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        return total
+
+
+@gluon.jit
+def number_of_blocks(total, schedule, packing, FLAGS: gl.constexpr):
+    """Of all heads: `total`, or of a packed batch what only the device knows."""
+    if FLAGS.PACKED:
+        return gl.load(packing.first_block + schedule.batch) * schedule.heads
+    else:
+        return total
+
+
+@gluon.jit
 def corner(block, head, row, RAGGED: gl.constexpr, QUERIES: gl.constexpr):
     """Where TMA finds a row of the block's sequence, of queries and outputs or of keys: on all axes
     but the last."""

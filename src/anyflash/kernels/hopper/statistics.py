@@ -22,7 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from anyflash.kernels.hopper.compat import async_load
 from anyflash.kernels.hopper.pipeline import matrix
-from anyflash.kernels.hopper.schedule import Schedule, corner, dense_block, packed_block
+from anyflash.kernels.hopper.schedule import (
+    Schedule,
+    corner,
+    number_of_blocks,
+    numbered_block,
+)
 from anyflash.kernels.hopper.softmax import LOG2E
 
 STATISTICS = gl.constexpr(64)  # rows of a tile
@@ -62,16 +67,11 @@ def statistics_kernel(
     number = gl.program_id(0)
     schedule = Schedule(batch, heads, 1, 1, queries, 0)
     rows_of_head = queries
-    if FLAGS.PACKED:
-        total = gl.load(packing.first_block + batch) * heads
-        exists = number < total
-        number = gl.minimum(number, total - 1)
-        block = packed_block(number, total, schedule, packing, STATISTICS, FLAGS, 4)
-        head = block.head
-    else:
-        exists = number >= 0
-        block = dense_block(number, schedule, STATISTICS, FLAGS)
-        head = block.batch * heads + block.head
+    total = number_of_blocks(gl.num_programs(0), schedule, packing, FLAGS)
+    exists = number < total
+    number = gl.minimum(number, total - 1)
+    block = numbered_block(number, total, schedule, packing, STATISTICS, FLAGS, 4)
+    head = block.head if FLAGS.PACKED else block.batch * heads + block.head
     if exists:
         mbarrier.expect(full, 2 * out_desc.block_type.nbytes)
         at = corner(block, block.head, block.row, FLAGS.PACKED, True)

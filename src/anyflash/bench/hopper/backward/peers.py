@@ -23,6 +23,7 @@ from anyflash.errors import Unsupported
 from anyflash.kernels.hopper.tiles import choose_fused
 from anyflash.masks import causal, window
 from anyflash.ops import attention_backward, attention_forward
+from anyflash.problem import Saved
 
 Gradients = tuple[Tensor, ...]  # dq, dk, dv, shaped as q, k, v
 Run = Callable[[], Gradients]
@@ -88,28 +89,28 @@ def algorithm(name: str) -> Callable[[Inputs], Passes]:
         if name in CHOICES and CHOICES[name](*columns) is None:
             why = f"it has no kernel for heads of {columns[0]} and {columns[1]} columns"
             raise Unsupported(f"the algorithm {name!r}", {name: why})
-        return Passes(user(inputs).forward, lambda saved: _launch(inputs, saved, name))
+        return Passes(user(inputs).forward, lambda saved: launched(inputs, saved, algorithm=name))
 
     return side
 
 
-def _launch(inputs: Inputs, saved: tuple[Tensor, Tensor], name: str) -> Gradients:
+def launched(inputs: Inputs, saved: tuple[Tensor, Tensor], **options: Any) -> Gradients:
+    """The kernels' backward pass, with options of their launcher."""
     from anyflash.kernels.hopper import launch_backward as launch  # loads Triton
 
     row, q, k, v = inputs.row, inputs.q, inputs.k, inputs.v
     masked = row.causal or row.window is not None
     asked = {
-        "scale": row.head_dim**-0.5, "left": row.window, "right": 0 if masked else None,
-        "algorithm": name,
+        "scale": row.head_dim**-0.5, "left": row.window, "right": 0 if masked else None, **options,
     }  # fmt: skip
-    results = launch.Saved(*saved, inputs.dout, None)
+    results = Saved(*saved, inputs.dout, None)
     if inputs.offsets is None:
-        found = launch.backward(q, k, v, results, launch.Needs(), **asked)
+        found = launch.backward(q, k, v, results, **asked)
     else:
         longest = max(row.lengths)
         found = launch.backward_packed(
             q, k, v, results, inputs.offsets, inputs.offsets, max_seqlen_q=longest,
-            max_seqlen_k=longest, needs=launch.Needs(), **asked,
+            max_seqlen_k=longest, **asked,
         )  # fmt: skip
     return tuple(x for x in found if x is not None)  # dq, dk and dv, of which all are asked for
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from anyflash.bench.hopper import anchors, goals, render
+from anyflash.bench.hopper.backward import ablations
 from anyflash.bench.hopper.backward.check import NAMES, labelled
 from anyflash.bench.hopper.backward.goals import lines
 from anyflash.bench.hopper.backward.rows import ALGORITHMS
@@ -20,7 +21,7 @@ from anyflash.bench.hopper.render import (
     refusal_table,
     summary_table,
 )
-from anyflash.bench.hopper.results import SUSTAINED, RowResult
+from anyflash.bench.hopper.results import BURST, SUSTAINED, RowResult
 from anyflash.bench.hopper.rows import CUDNN, FA2, OURS
 from anyflash.bench.report import Report
 from anyflash.bench.tables import NOTHING, Table, ratio
@@ -44,10 +45,12 @@ def section(report: Report[Card, Settings, RowResult]) -> str:
 
 def tables(results: Sequence[RowResult]) -> list[tuple[str, Table]]:
     """The tables of a run by title; a table without rows has nothing to show."""
+    usual = [r for r in results if r.row.name not in ablations.NAMES]
     return [
         ("Bars and goals", demand_table(lines(results))),
-        ("Burst", render.burst_table(results, SIDES)),
-        ("Sustained", sustained_table(results)),
+        ("Burst", render.burst_table(usual, SIDES)),
+        ("Sustained", sustained_table(usual)),
+        ("Variants of the kernels, burst", variant_table(results)),
         ("What does not serve", refusal_table(results)),
         ("Errors against float64", error_table(results)),
     ]
@@ -55,9 +58,11 @@ def tables(results: Sequence[RowResult]) -> list[tuple[str, Table]]:
 
 def summary_tables(results: Sequence[RowResult]) -> list[Table]:
     """A run in little width, for a terminal."""
+    usual = [r for r in results if r.row.name not in ablations.NAMES]
     whole = [
-        summary_table(results),
-        rate_table(results),
+        summary_table(usual),
+        rate_table(usual),
+        variant_table(results),
         refusal_table(results),
         demand_table(lines(results)),
     ]
@@ -70,6 +75,18 @@ def rate_table(results: Iterable[RowResult]) -> Table:
     return head, [
         [r.row.name, *(number_cell(r.tflops(side)) for side in SIDES)] for r in results if r.burst
     ]
+
+
+def variant_table(results: Iterable[RowResult]) -> Table:
+    """A line for each variant that was timed: its speed over what it is compared with."""
+    head = ["row", "variant", "over cuDNN or FA2", "TFLOP/s"]
+    rows = []
+    for r in results:
+        if r.row.name in ablations.NAMES:
+            for side in r.sides(BURST):
+                cells = [ratio(r.ratio(r.row.against, side=side)), number_cell(r.tflops(side))]
+                rows.append([r.row.name, side, *cells])
+    return head, rows
 
 
 def sustained_table(results: Iterable[RowResult]) -> Table:

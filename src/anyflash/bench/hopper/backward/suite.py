@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anyflash.bench.check import Check, Error
+from anyflash.bench.hopper.backward import ablations
 from anyflash.bench.hopper.backward.check import Reference
 from anyflash.bench.hopper.backward.goals import deterministic_bar
 from anyflash.bench.hopper.backward.peers import Contest, Gradients, Maker, Run
@@ -60,8 +61,8 @@ def run_row(
     contest: Contest | None = None,
 ) -> RowResult:
     """Check a row, and measure it if what users get is right. `contest` is anyflash against
-    PyTorch's kernels if not given. An algorithm that is wrong is not timed and fails the row's
-    check."""
+    PyTorch's kernels if not given. An algorithm, or a variant, that is wrong is not timed and fails
+    the row's check."""
     with torch.no_grad():
         return _run(row, settings, tools, on_round, contest or Contest())
 
@@ -71,6 +72,9 @@ def _run(
 ) -> RowResult:
     inputs = Inputs.of(row, tools.device)
     others, refusals = first_calls(contest.others, inputs)
+    if row.name in ablations.NAMES:
+        contest, without = ablations.contest(row, contest)
+        refusals |= without
     peer = others[row.against][1] if row.against in others else None
     trials, reference, needed = Trials(refusals), Reference(inputs), {OURS}
     trials.call(OURS, contest.ours, reference, peer)
