@@ -36,6 +36,7 @@ SMALL = split(C64, C64)
 APART = split(C64, C64, together=False, slots=3, slots_2=1)
 RESULTS_APART = split(C64, C64, shared_out=False, own_registers=True, early=True)
 PANELS = split(Columns(32, 2), Columns(32, 2))
+MORE_PANELS = split(Columns(32, 3), Columns(32, 2), together=False)
 BY_ROLE = Walk(
     *(C64, C64), block=64, slots=2, slots_2=2, second=True, shared_out=False, adds="role",
     registers=(128, 208, 24, 72),
@@ -222,4 +223,5 @@ CHECKS = (
     Dense((1, 1, 1, 70, 90), BY_ROLE, scale=1.0, offset=4.0),
     Dense((1, 1, 1, 130, 130), needs=ALL._replace(q=False, v=False)),
     Dense((1, 1, 1, 130, 130), needs=ALL._replace(k=False)),
+    Dense((1, 2, 1, 70, 137), MORE_PANELS, (96, 60)),
 )

@@ -65,7 +65,7 @@ BY_CONSUMERS = Walk(
 )  # fmt: skip
 VARIED = replace(BY_ROLE, shared_out=True, own_registers=True, early=True, slots=3, ds_slots=1)
 WIDE_ROLE = replace(BY_ROLE, qk=Columns(64, 2), v=Columns(64, 2), ds_slots=1, shared_out=True)
-PANELS_APART = split(Columns(32, 3), Columns(64, 2), together=False)
+PANELS_APART = split(Columns(32, 3), Columns(32, 2), together=False)
 
 
 class Case(NamedTuple):
@@ -114,7 +114,7 @@ CASES = {
     "one query": Case((2, 4, 1, 1, 333)),
     "panels": Case((1, 2, 2, 200, 150), (96, 64), PANELS, options={"right": 0}),
     "panels, narrow": Case((1, 2, 2, 70, 150), (70, 40), PANELS, layout="fused"),
-    "panels apart": Case((1, 4, 2, 70, 150), (96, 128), PANELS_APART, options={"right": 0}),
+    "panels apart": Case((1, 4, 2, 70, 150), (96, 64), PANELS_APART, options={"right": 0}),
     "dropout": Case((2, 2, 1, 200, 150), options={"dropout": 0.3, "right": 0}),
     "dropout, apart": Case((1, 2, 2, 150, 131), split=APART, options={"dropout": 0.8}),
     "dropping everything": Case((1, 2, 2, 70, 70), options={"dropout": 1.0}),
@@ -136,6 +136,7 @@ CASES = {
     "fused, dropout": Case((1, 2, 2, 130, 150), fused=BY_ROLE, options={"dropout": 0.3}),
     "fused, softcap": Case((1, 2, 1, 130, 150), fused=BY_ROLE, options={"softcap": 3.0}),
     "fused, narrow": Case((1, 2, 2, 70, 150), (40, 50), fused=BY_ROLE, layout="fused"),
+    "fused, odd D": Case((1, 2, 2, 70, 150), (5, 3), fused=BY_ROLE, layout="bshd"),
     "fused, two panels": Case((1, 4, 2, 130, 200), (128, 100), fused=WIDE_ROLE),
     "by consumers": Case((1, 2, 2, 200, 300), fused=BY_CONSUMERS),
     "by consumers, causal": Case((2, 4, 2, 200, 300), fused=BY_CONSUMERS, options={"right": 0}),
@@ -540,7 +541,7 @@ def test_splits() -> None:
     fields: dict[str, Any] = {"qk": c, "v": c, "block": 64, "slots": 2, "slots_2": 2}
     for fault in (
         {"qk": Columns(96)}, {"v": Columns(64, 0)}, {"block": 48}, {"slots": 1}, {"slots_2": 0},
-        {"slots": 12}, {"first": False},
+        {"slots": 12}, {"v": Columns(64), "first": False, "second": True}, {"first": False},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no kernel for"):
             Walk(**fields | fault)
@@ -593,9 +594,9 @@ def products(walk: Walk) -> int:
 
 
 # What ptxas may keep in local memory, by columns: stores in all, and loads in the loop over tiles.
-# Where dQ is the consumers' as well, and at 256 columns, registers are short.
-MOST_SPILLS = {64: (4, 1), 128: (5, 0), 192: (2, 0), 256: (34, 8)}
-MOST_SPILLS_OF_CONSUMERS = (60, 20)
+# Where consumers make dQ as well, registers are short in the loop.
+MOST_SPILLS = {64: (3, 1), 128: (6, 0), 192: (1, 0), 256: (24, 0)}
+MOST_SPILLS_OF_CONSUMERS = (54, 23)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

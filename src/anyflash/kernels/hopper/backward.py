@@ -21,7 +21,9 @@ queries it makes dQ; seen from the keys, with KEYS, S, dP and dS are transposed,
 
 with delta = rowsum(dO ∘ O) − dlse and lse in powers of two, both made by `statistics`. A walk from
 the queries and one from the keys are `split`, the backward in seven products: nothing is added up
-in memory, so that it is deterministic.
+in memory, so that it is deterministic. Under ADDS the walk from the keys makes dQ as well: `fused`,
+in five products; see query_gradient.py. S of a tile is started behind dS of the one before, so that
+exponentials need not wait for it.
 
 One warp, the producer, starts all copies from global memory and says of each tile where it lies,
 whether it needs a mask and whether it is the last one; each consumer is a warpgroup with 64 rows.
@@ -383,6 +385,8 @@ def consumer(
     WIDTH_2: gl.constexpr = other_2.tiles.type.shape[RANK - 1]
     PANELS: gl.constexpr = FLAGS.PANELS[0] if FLAGS.FIRST else 0
     PANELS_2: gl.constexpr = FLAGS.PANELS[1] if FLAGS.SECOND else 0
+    # Panels from one consumer's A' to the next one's: alone, it takes the place of X.
+    APART: gl.constexpr = FLAGS.PANELS[0 if FLAGS.SHARED and not FLAGS.FIRST else 1]
     EARLIER: gl.constexpr = FLAGS.PANELS[0] if FLAGS.EARLY else 0  # products of S before dP's wait
     COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
     dtype: gl.constexpr = other.tiles.dtype
@@ -446,14 +450,16 @@ def consumer(
                 s_next = multiply(x, other, ahead, s_zero)
             if FLAGS.FIRST:
                 dp = warpgroup_mma_wait(PANELS_2 + EARLIER, [dp])
+                if not FLAGS.SECOND:
+                    other_2.release(slot_2)
                 if FLAGS.KEYS:  # no sooner, since registers are scarce
                     delta = statistics.index(slot * 2 + 1).reshape([BLOCK]).load(s_columns)[None, :]
                 ds = gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS).to(dtype)
                 if FLAGS.ADDS == "consumers":
                     ds_slot, ds_phase = place(step, DS_SLOTS)
-                    shared_ds.acquire(ds_slot, ds_phase)
+                    shared_ds.acquire(ds_slot, ds_phase)  # waits until all consumers have read it
                     give(ds, shared_ds, ds_slot, WHO, CONSUMERS)
-                    shared_ds.wait(ds_slot, ds_phase)
+                    shared_ds.wait(ds_slot, ds_phase)  # for the other consumer's
                     dq = gradient_of_queries(shared_ds, ds_slot, own, WHO, CONSUMERS, a_layout)
                 a = accumulate(gl.convert_layout(ds, operand), other, slot, a)
             if FLAGS.ADDS == "consumers":
@@ -466,7 +472,7 @@ def consumer(
                 s_next = multiply(x, other, ahead, s_zero)
             if FLAGS.ADDS == "role":  # under the products
                 ds_slot, ds_phase = place(step, DS_SLOTS)
-                shared_ds.acquire(ds_slot, ds_phase)
+                shared_ds.acquire(ds_slot, ds_phase)  # waits until the adder has read it
                 if WHO == 0:
                     put(adding.notes, ds_slot * NOTE, (note, head), 4)
                 give(ds, shared_ds, ds_slot, WHO, CONSUMERS)
@@ -475,7 +481,8 @@ def consumer(
             a = done[1 : 1 + PANELS]
             a_2 = done[1 + PANELS :]
             other.release(slot)
-            other_2.release(slot_2)
+            if FLAGS.SECOND:
+                other_2.release(slot_2)
             step += 1
         if FLAGS.ADDS != "" and FLAGS.SHARED:
             # Whoever makes dQ of my last dS has read K, which dK is about to overwrite.
@@ -494,7 +501,7 @@ def consumer(
                 result = a_2[n] * numbers.kept
             else:
                 result = a_2[n]
-            matrix(outs_2.index(WHO * PANELS_2 + n)).store(result.to(dtype))
+            matrix(outs_2.index(WHO * APART + n)).store(result.to(dtype))
         fence_async_shared()  # TMA reads it, through another proxy
         barrier()  # all threads have stored what one of them hands to TMA
         at_out = corner(block, block.head, row, FLAGS.PACKED, True)
@@ -502,7 +509,7 @@ def consumer(
             panel = outs.index(WHO * PANELS + n).reshape(descs.out.block_type.shape)
             async_store(descs.out, at_out + (n * WIDTH,), panel)  # noqa: RUF005
         for n in gl.static_range(PANELS_2):
-            panel = outs_2.index(WHO * PANELS_2 + n).reshape(descs.out_2.block_type.shape)
+            panel = outs_2.index(WHO * APART + n).reshape(descs.out_2.block_type.shape)
             async_store(descs.out_2, at_out + (n * WIDTH_2,), panel)  # noqa: RUF005
         if FLAGS.SHARED:
             tma.store_wait(0)  # the results have left the places of X and X'
@@ -552,7 +559,9 @@ def backward_kernel(
     BLOCK: gl.constexpr = other_desc.block_type.shape[len(other_desc.block_type.shape) - 2]
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], own_desc.dtype)
     own = channel(descs.own, CONSUMERS, READERS, FLAGS.PANELS[0])
-    own_2 = channel(descs.own_2, CONSUMERS, 1, FLAGS.PANELS[1])
+    own_2 = own  # is not read unless dP is made of it
+    if FLAGS.FIRST:
+        own_2 = channel(descs.own_2, CONSUMERS, 1, FLAGS.PANELS[1])
     other = channel(descs.other, SLOTS, CONSUMERS, FLAGS.PANELS[0])
     other_2 = channel(descs.other_2, SLOTS_2, CONSUMERS, FLAGS.PANELS[1])
     statistics = own.tiles
@@ -571,16 +580,15 @@ def backward_kernel(
         places = gl.allocate_shared_memory(gl.float32, shape, dq_desc.layout)
         adding = Adding(dq_desc, places, room_for_numbers(DS_SLOTS * NOTE))
     channels = Channels(own, own_2, other, other_2, statistics, ds)
-    if FLAGS.SHARED:
-        outs = channels.own.tiles
-        outs_2 = channels.own_2.tiles
-    else:
-        outs = gl.allocate_shared_memory(
-            descs.out.dtype,
-            [CONSUMERS * FLAGS.PANELS[0]] + descs.out.block_type.shape,  # noqa: RUF005
-            descs.out.layout,
-        )
-        outs_2 = outs
+    outs = own.tiles
+    outs_2 = own_2.tiles
+    if not FLAGS.SHARED:
+        if FLAGS.FIRST:
+            outs = gl.allocate_shared_memory(
+                descs.out.dtype,
+                [CONSUMERS * FLAGS.PANELS[0]] + descs.out.block_type.shape,  # noqa: RUF005
+                descs.out.layout,
+            )
         if FLAGS.SECOND:
             outs_2 = gl.allocate_shared_memory(
                 descs.out_2.dtype,

@@ -125,7 +125,7 @@ def _launch(
         else:
             sums = None
             if "q" in makes and dq is not None:
-                sums = torch.zeros_like(dq, dtype=torch.float32)
+                sums = _gradient(q, starts, torch.float32)
             _walk(call, walk, True, from_keys, dk, dv, sums)
             if sums is not None:
                 torch.mul(sums, o.scale, out=dq)
@@ -145,12 +145,12 @@ def _walks(o: Options, columns: int, columns_v: int, needs: Needs) -> list[tuple
     return found + ([(split.value, "v")] if needs.v else [])
 
 
-def _gradient(x: Tensor, starts: Starts | None) -> Tensor:
+def _gradient(x: Tensor, starts: Starts | None, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for x's gradient, that TMA can address. Packed, no block has keys that do not count:
-    they are 0 from the beginning."""
-    *batch, last = x.shape if starts is not None else x.transpose(1, 2).shape
-    make = torch.empty if starts is None else torch.zeros
-    found = make((*batch, -(-last // 8) * 8), dtype=x.dtype, device=x.device)[..., :last]
+    they are 0 from the beginning. So are sums, whose dtype is given."""
+    *outer, last = x.shape if starts is not None else x.transpose(1, 2).shape
+    make = torch.zeros if starts is not None or dtype is not None else torch.empty
+    found = make((*outer, -(-last // 8) * 8), dtype=dtype or x.dtype, device=x.device)[..., :last]
     return found if starts is not None else found.transpose(1, 2)
 
 

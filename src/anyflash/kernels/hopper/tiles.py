@@ -183,7 +183,8 @@ class Walk:
     slots_2: int  # of Y': V or dO
     first: bool = True  # A, which is dQ or dK
     second: bool = False  # A', which is dV
-    shared_out: bool = True  # results take the places of X and X', and the next ones wait for them
+    # Results take the places of X and X', and the next ones wait for them; A' alone that of X.
+    shared_out: bool = True
     own_registers: bool = False  # X and X' are multiplied from registers
     early: bool = False  # S of the next tile is started before dP is waited for
     adds: str = ""  # from the keys: who adds dQ up in memory, nobody, the "consumers", or a "role"
@@ -200,6 +201,8 @@ class Walk:
             or not (self.first or self.second)
             or self.adds not in ("", "consumers", "role")
             or (self.adds == "consumers" and self.qk.boxes != self.consumers)
+            or (self.shared_out and not self.first and self.qk.width != self.v.width)
+            or (self.shared_out and not self.first and self.qk.boxes < self.v.boxes)
             or self.shared_bytes > SHARED_BYTES
         ):
             raise ValueError(f"no kernel for {self}")
@@ -212,8 +215,8 @@ class Walk:
     def shared_bytes(self) -> int:
         """X and X', results, all slots of Y, Y' and the statistics, notes, barriers, 2 tickets."""
         qk, v = self.qk.total, self.v.total
-        results = 0 if self.shared_out else qk + (v if self.second else 0)
-        numbers = self.block_own * (qk + v + results)
+        results = 0 if self.shared_out else qk * self.first + v * self.second
+        numbers = self.block_own * (qk + v * self.first + results)
         numbers += self.block * (self.slots * qk + self.slots_2 * v)
         barriers = 2 * (2 * self.consumers + self.slots + self.slots_2 + 2)
         statistics = self.slots * 2 * 64 * 4
@@ -235,13 +238,15 @@ class Split(NamedTuple):
     value: Walk  # dV alone
 
 
-def _split(qk: Columns, v: Columns, together: bool, **of_all: Any) -> Split:
+def _split(
+    qk: Columns, v: Columns, together: bool, value: dict[str, Any] | None = None, **of_all: Any
+) -> Split:
     fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | of_all
     return Split(
         Walk(qk, v, **fields),
         Walk(qk, v, **fields, second=True) if together else None,
         Walk(qk, v, **fields),
-        Walk(qk, v, **fields, first=False, second=True),
+        Walk(qk, v, **fields | (value or {}), first=False, second=True),
     )
 
 
@@ -275,7 +280,7 @@ SPLITS = (
     _split(Columns(128), Columns(128), True),
     _split(Columns(64, 3), Columns(64, 2), False),
     _split(Columns(64, 3), Columns(64, 3), False),
-    _split(Columns(256), Columns(256), False, slots_2=1),
+    _split(Columns(256), Columns(256), False, slots_2=1, value={"slots_2": 2}),
 )
 
 
