@@ -79,6 +79,7 @@ def example(attention: Attention, leaves: list[Tensor]) -> tuple[Saved, tuple, t
     dlse = torch.where(lse == -math.inf, 0.0, inputs(torch.float32, lse.shape)[0])
     like = gradients(attention, leaves, dout, dlse)
     exact = gradients(attention, [x.double() for x in leaves], dout, dlse)
+    dlse = torch.where(lse == -math.inf, lse, dlse)  # has no effect
     return Saved(out.to(dout.dtype), lse, dout, dlse), like, exact
 
 

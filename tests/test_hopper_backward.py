@@ -329,6 +329,25 @@ def test_scores_far_below_zero(gluon: Gluon, fused: Walk) -> None:
             assert x is not None and x.isfinite().all()
 
 
+@pytest.mark.parametrize("fused", [None, BY_ROLE], ids=["split", "role"])
+def test_incoming_gradients_of_rows_that_see_nothing(gluon: Gluon, fused: Walk | None) -> None:
+    """lse is −inf there, and so is the gradient of its square."""
+    q, k, v = tensors(Case((1, 2, 1, 100, 64)), gluon.device)
+    run: dict[str, Any] = {"scale": 0.125, "right": 0, "programs": 3}
+    out, lse = forward.forward(q, k, v, **run)
+    dout, dlse = randn(out, 2), randn(lse, 3)
+    empty = lse == -math.inf
+    assert empty.any() and not empty.all()
+    run |= {"split": SMALL, "fused": fused, "algorithm": "fused" if fused else "split"}
+    results = [
+        kernel.backward(q, k, v, Saved(out, lse, dout, torch.where(empty, x, dlse)), **run)
+        for x in (0.0, -math.inf)
+    ]
+    for x, y in zip(*(found[:3] for found in results), strict=True):
+        assert x is not None and y is not None and x.isfinite().all()
+        assert_close("gradient", y, x, x.double())
+
+
 def test_rows_beyond_a_sequence_do_not_leak(gluon: Gluon) -> None:
     """Heads end inside a tile, and in memory NaN follows."""
     case = Case((1, 2, 1, 70, 90))
@@ -530,6 +549,14 @@ def test_split_gives_the_same_bits(dim: int) -> None:
 # The table.
 
 
+def test_another_algorithm() -> None:
+    x, lse = torch.empty(1, 1, 64, 64, device="meta"), torch.empty(1, 1, 64, device="meta")
+    with pytest.raises(ValueError, match="algorithm 'stored': 'split' or 'fused'"):
+        kernel._walks(kernel.Options(1.0, algorithm="stored"), 64, 64, ALL)
+    with pytest.raises(TypeError, match="algorithms"):
+        kernel.backward(x, x, x, Saved(x, lse, x, None), scale=1.0, algorithms="split")
+
+
 def test_splits() -> None:
     columns = [choose_split(n, n).queries.qk.total for n in (1, 64, 65, 128, 129, 192, 193, 256)]
     assert columns == [64, 64, 128, 128, 192, 192, 256, 256]
@@ -542,6 +569,9 @@ def test_splits() -> None:
     for fault in (
         {"qk": Columns(96)}, {"v": Columns(64, 0)}, {"block": 48}, {"slots": 1}, {"slots_2": 0},
         {"slots": 12}, {"v": Columns(64), "first": False, "second": True}, {"first": False},
+        {"consumers": 3}, {"adds": "nobody"}, {"adds": "consumers", "second": True},
+        {"adds": "role", "second": True}, {"second": True, "block": 32},
+        {"registers": (200, 240, 24, 0)}, {"registers": (168, 240, 40, 0)},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no kernel for"):
             Walk(**fields | fault)

@@ -7,6 +7,7 @@ it, once through its own Python and once directly.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -15,12 +16,14 @@ import pickle
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -172,26 +175,40 @@ class Card(nvidia.CudaDriver):
         return found
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Card]:
-    if torch.cuda.is_available():
-        pytest.skip("the real driver is loaded")
-    if shutil.which("gcc") is None:
-        pytest.skip("Triton builds its launcher with a C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    sources, library = [folder / "driver.c", folder / "others.c"], folder / "libcuda.so.1"
+@cache
+def library() -> Path:
+    """The driver's, in a folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="driver-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    sources, found = [folder / "driver.c", folder / "others.c"], folder / "libcuda.so.1"
     sources[0].write_text(DRIVER)
     sources[1].write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in OTHERS.split()))
     include = Path(nvidia.__file__).parent / "include"
     command = ["gcc", "-shared", "-fPIC", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*command, *sources, "-o", library], check=True)
+    subprocess.run([*command, *sources, "-o", found], check=True)
+    return found
+
+
+@cache
+def one_card() -> Card:
+    """One in a process, though tests of other modules may come between those of this one: what was
+    compiled with a driver keeps its C functions, which take no tensor maps of another one's."""
+    # Loaded once under that name, it is what everything else finds under it.
+    return Card(ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL))
+
+
+@pytest.fixture(scope="module")
+def card() -> Iterator[Card]:
+    if torch.cuda.is_available():
+        pytest.skip("the real driver is loaded")
+    if shutil.which("gcc") is None:
+        pytest.skip("Triton builds its launcher with a C compiler")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_LIBCUDA_PATH", str(folder))
-        patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-        # Loaded once under that name, it is what everything else finds under it.
+        patch.setenv("TRITON_LIBCUDA_PATH", str(library().parent))
+        patch.setenv("TRITON_CACHE_DIR", str(library().parent / "cache"))
         nvidia.library_dirs.cache_clear()
         nvidia.libcuda_dirs.cache_clear()
-        found = Card(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        found = one_card()
         patch.setattr(driver, "_active", found)
         patch.setattr(torch.cuda, "current_device", lambda: found.current)
         patch.setattr(torch.cuda, "device", found.device)
@@ -561,9 +578,9 @@ def test_when_a_prepared_launch_does_nothing(
     assert prepared is not None and not prepared.ready()  # nothing is known yet
     with pytest.raises(RuntimeError, match="not asked"):
         prepared(*addresses(given))
+    card.expect("")  # other parameters than those of the kernel before
     assert launch(given, **ALONE) == 1
     prepared = launch.kernel.prepare(3, given, ALONE)
-    card.expect("")
     card.launches()
     assert prepared is not None and prepared.ready()
     prepared(*addresses(given))
@@ -587,8 +604,9 @@ def test_what_cannot_be_prepared(launch: Launcher) -> None:
     assert launch.kernel.prepare(3, nowhere, ALONE) is None
 
 
-def test_a_prepared_launch_keeps_no_tensor(launch: Launcher) -> None:
+def test_a_prepared_launch_keeps_no_tensor(card: Card, launch: Launcher) -> None:
     given = without_tuples()
+    card.expect("")
     launch(given, **ALONE)
     prepared = launch.kernel.prepare(3, given, ALONE)
     kept = [weakref.ref(x) for x in (given.desc.base, given.out, given.spare)]

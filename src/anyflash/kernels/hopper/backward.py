@@ -491,8 +491,8 @@ def consumer(
         if not FLAGS.SHARED:
             release_own(own, own_2, WHO, CONSUMERS, FLAGS)
         tma.store_wait(0)  # my results of the block before have left their places
-        # Only the thread that issued it has waited; and where results take the place of X and X',
-        # the products of all warps have read them.
+        # Only threads that have issued one have waited; and where results take the place of X and
+        # X', the products of all warps have read them.
         barrier()
         for n in gl.static_range(PANELS):
             matrix(outs.index(WHO * PANELS + n)).store((a[n] * numbers.scale).to(dtype))
@@ -503,7 +503,7 @@ def consumer(
                 result = a_2[n]
             matrix(outs_2.index(WHO * APART + n)).store(result.to(dtype))
         fence_async_shared()  # TMA reads it, through another proxy
-        barrier()  # all threads have stored what one of them hands to TMA
+        barrier()  # all threads have stored what some of them hand to TMA
         at_out = corner(block, block.head, row, FLAGS.PACKED, True)
         for n in gl.static_range(PANELS):
             panel = outs.index(WHO * PANELS + n).reshape(descs.out.block_type.shape)

@@ -22,7 +22,14 @@ from anyflash.kernels.hopper.operands import (
 from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.statistics import STATISTICS, statistics_kernel
 from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
-from anyflash.kernels.hopper.tiles import WIDTHS, Split, Walk, choose_fused, choose_split
+from anyflash.kernels.hopper.tiles import (
+    STATISTICS_ROWS,
+    WIDTHS,
+    Split,
+    Walk,
+    choose_fused,
+    choose_split,
+)
 from anyflash.problem import Gradients, Needs, Saved
 from anyflash.rng import keep_threshold
 
@@ -49,6 +56,7 @@ class Options(NamedTuple):
     programs: int | None = None
 
 
+ALGORITHMS = ("split", "fused")
 ALL = Needs(q=True, k=True, v=True, bias=False, sink=False)
 
 
@@ -76,7 +84,10 @@ def backward(
         dtype for the products that they enter. Split, bitwise the same in each run. Rows that see
         nothing, and keys that nobody sees, have 0.
 
-    What forward says of values that a row does not see holds here for k, v and dout as well.
+    Weights are 2^(score · log2 e − lse): of scores beyond 2^20 they have lost digits, as lse has,
+    and beyond 2^30 all of them. What forward says of values that a row does not see holds for dq by
+    "split"; for dk, dv and all of "fused", what lies beyond the keys of a sequence, or beyond the
+    last key that any of its queries sees, has no effect.
     """
     return _launch(q, k, v, saved, needs, None, launch.dense_lengths(q, k), Options(**options))
 
@@ -134,6 +145,8 @@ def _launch(
 
 def _walks(o: Options, columns: int, columns_v: int, needs: Needs) -> list[tuple[Walk, str]]:
     """In order, each with the gradients that it makes."""
+    if o.algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm {o.algorithm!r}: {' or '.join(map(repr, ALGORITHMS))}")
     fused = o.fused or choose_fused(columns, columns_v)
     if o.algorithm == "fused" and fused is not None and needs.q and needs.k and needs.v:
         return [(fused, "qkv")]
@@ -201,6 +214,8 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool) -> Plan:
     """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
+    if of_keys and walk.block != STATISTICS_ROWS:
+        raise ValueError(f"no walk from the keys: {walk}")
     own, other, longest_other = lengths.queries, lengths.keys, lengths.longest_k
     left, right, own_heads = o.left, o.right, heads.heads
     group = heads.heads // heads.heads_kv
@@ -335,6 +350,7 @@ def _ends(bounds: Tensor, starts: Starts | None, lengths: Lengths) -> Tensor:
     starts_q, starts_k, _ = starts
     row = torch.arange(lengths.queries, dtype=torch.int32, device=bounds.device)
     sequence = torch.searchsorted(starts_q[1:], row, right=True)
+    sequence = sequence.clamp_(max=lengths.batch - 1)  # rows beyond the offsets belong to nobody
     found = last.new_zeros(lengths.batch).scatter_reduce(0, sequence, last[0], "amax")
     return (found - starts_k[:-1]).clamp_(min=0)
 

@@ -59,13 +59,14 @@ def gradient_of_queries(
 
 
 @gluon.jit
-def add(dq, adding, place, at, COLUMN: gl.constexpr, PLACES: gl.constexpr):
-    """dQ += dq, by TMA; of my additions, all but PLACES − 1 have left their places then."""
-    tma.store_wait(PLACES - 1)
-    barrier()  # only the thread that issued it has waited
+def add(dq, adding, place, at, COLUMN: gl.constexpr, MINE: gl.constexpr):
+    """dQ += dq, by TMA, from one of MINE places that I use in turn: the addition before has left it
+    once no more than MINE − 1 are on their way."""
+    tma.store_wait(MINE - 1)
+    barrier()  # only threads that have issued one have waited
     matrix(adding.places.index(place)).store(dq)
     fence_async_shared()  # TMA reads it, through another proxy
-    barrier()  # all threads have stored what one of them hands to TMA
+    barrier()  # all threads have stored what some of them hand to TMA
     async_atomic_add(adding.desc, at + (COLUMN,), adding.places.index(place))  # noqa: RUF005
 
 

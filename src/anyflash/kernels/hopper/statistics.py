@@ -1,7 +1,7 @@
 """What backward has to know of each query row, made before it: lse in powers of two, and delta.
 
     lse = log2 e · lse, +inf for a row that sees nothing: its weights are then 0
-    delta = rowsum(dO ∘ O) − dlse
+    delta = rowsum(dO ∘ O) − dlse, 0 for such a row
 
 They lie in tiles of 64 rows as (heads, tiles, 2, 64), float32, so that one copy fetches both of a
 tile: of B · Hq heads and ⌈Sq / 64⌉ tiles, or, packed, of Hq heads and total // 64 + n tiles, where
@@ -68,11 +68,9 @@ def statistics_kernel(
     schedule = Schedule(batch, heads, 1, 1, queries, 0)
     rows_of_head = queries
     total = number_of_blocks(gl.num_programs(0), schedule, packing, FLAGS)
-    exists = number < total
-    number = gl.minimum(number, total - 1)
-    block = numbered_block(number, total, schedule, packing, STATISTICS, FLAGS, 4)
-    head = block.head if FLAGS.PACKED else block.batch * heads + block.head
-    if exists:
+    if number < total:  # of a packed batch there are programs to spare
+        block = numbered_block(number, total, schedule, packing, STATISTICS, FLAGS, 4)
+        head = block.head if FLAGS.PACKED else block.batch * heads + block.head
         mbarrier.expect(full, 2 * out_desc.block_type.nbytes)
         at = corner(block, block.head, block.row, FLAGS.PACKED, True)
         async_load(out_desc, at + (0,), full, out)  # noqa: RUF005
@@ -92,4 +90,5 @@ def statistics_kernel(
         tile = head.to(gl.int64) * tiles + first + block.row // STATISTICS
         pointer = statistics_ptr + tile * (2 * STATISTICS) + mine
         gl.store(pointer, lse)
-        gl.store(pointer + STATISTICS, gl.where(inside, delta, 0.0))
+        # Of a row that sees nothing, dO and dlse are of no account, whatever they are.
+        gl.store(pointer + STATISTICS, gl.where(lse == float("inf"), 0.0, delta))

@@ -171,6 +171,8 @@ def choose(columns: int, columns_v: int, keys: int) -> Tile:
 
 # Backward.
 
+STATISTICS_ROWS = 64  # what statistics of queries come in tiles of
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -178,7 +180,7 @@ class Walk:
 
     qk: Columns
     v: Columns
-    block: int  # rows of a tile of the other side
+    block: int  # rows of a tile of the other side; from the keys STATISTICS_ROWS
     slots: int  # of Y: K, or Q with its statistics; at least 2, since S is a tile ahead
     slots_2: int  # of Y': V or dO
     first: bool = True  # A, which is dQ or dK
@@ -194,15 +196,22 @@ class Walk:
     registers: tuple[int, int, int, int] = (168, 240, 24, 0)
 
     def __post_init__(self) -> None:
+        launch, consumer, producer, adder = self.registers
+        role = self.adds == "role"
         if (
             not {self.qk.width, self.v.width} <= set(WIDTHS)
             or self.block not in (32, 64, 128)
+            or ((self.second or self.adds != "") and self.block != STATISTICS_ROWS)
             or min(self.qk.boxes, self.v.boxes, self.slots - 1, self.slots_2) < 1
             or not (self.first or self.second)
+            or self.consumers != 2
             or self.adds not in ("", "consumers", "role")
             or (self.adds == "consumers" and self.qk.boxes != self.consumers)
             or (self.shared_out and not self.first and self.qk.width != self.v.width)
             or (self.shared_out and not self.first and self.qk.boxes < self.v.boxes)
+            or (adder > 0) != role
+            or 128 * (self.consumers + 1 + role) * launch > REGISTERS
+            or 128 * (self.consumers * consumer + producer + adder) > REGISTERS
             or self.shared_bytes > SHARED_BYTES
         ):
             raise ValueError(f"no kernel for {self}")
@@ -219,7 +228,7 @@ class Walk:
         numbers = self.block_own * (qk + v * self.first + results)
         numbers += self.block * (self.slots * qk + self.slots_2 * v)
         barriers = 2 * (2 * self.consumers + self.slots + self.slots_2 + 2)
-        statistics = self.slots * 2 * 64 * 4
+        statistics = self.slots * 2 * STATISTICS_ROWS * 4
         if self.adds:  # dS of all consumers, and places from which dQ is added, in float32
             numbers += self.ds_slots * self.block_own * self.block
             numbers += 2 * self.consumers * self.block * self.qk.width
