@@ -8,35 +8,28 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import plain
 from anyflash.kernels.hopper.launch_backward import ALL
-from anyflash.kernels.hopper.tiles import Columns, Split, Walk
+from anyflash.kernels.hopper.tiles import Columns, Split, Walk, split_of
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_mutants import Result
 from gluon_subjects import bounds_of, in_intervals, in_window, inputs, seed_of
+from hopper_cases import query_tiles_of
 from plain import Seen, Terms
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 
 
-def split(qk: Columns, v: Columns, together: bool = True, **changes: Any) -> Split:
-    fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | changes
-    walk = Walk(qk, v, **fields)
-    both = replace(walk, second=True)
-    return Split(walk, both if together else None, walk, replace(both, first=False))
-
-
-C32, C64 = Columns(32), Columns(64)
-SMALL = split(C64, C64)
-APART = split(C64, C64, together=False, slots=3, slots_2=1)
-RESULTS_APART = split(C64, C64, shared_out=False, own_registers=True, early=True)
-PANELS = split(Columns(32, 2), Columns(32, 2))
-MORE_PANELS = split(Columns(32, 3), Columns(32, 2), together=False)
+C64 = Columns(64)
+SMALL = split_of(C64, C64)
+APART = split_of(C64, C64, together=False, slots=3, slots_2=1)
+RESULTS_APART = split_of(C64, C64, shared_out=False, own_registers=True, early=True)
+PANELS = split_of(Columns(32, 2), Columns(32, 2))
+MORE_PANELS = split_of(Columns(32, 3), Columns(32, 2), together=False)
 BY_ROLE = Walk(
     *(C64, C64), block=64, slots=2, slots_2=2, second=True, shared_out=False, adds="role",
     registers=(128, 208, 24, 72),
@@ -48,19 +41,6 @@ BY_CONSUMERS = replace(
     registers=(168, 240, 24, 0),
 )  # fmt: skip
 CONSUMERS_APART = replace(BY_CONSUMERS, shared_out=False, ds_slots=2)
-
-
-def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:
-    """(1 or B, ⌈keys / 64⌉, 2): tiles of 64 queries that see some of 64 keys."""
-    batch, queries = bounds.shape[:2]
-    lo, hi = bounds[:, :, None].unbind(-1)
-    key = torch.arange(keys)[:, None]
-    seen = ((key >= lo) & (key < hi)).any(-1)
-    tiles = torch.zeros(batch, -(-queries // 64) * 64, -(-keys // 64) * 64, dtype=torch.bool)
-    tiles[:, :queries, :keys] = seen
-    tiles = tiles.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).any(4).any(2)
-    first, last = tiles.int().argmax(1), tiles.shape[1] - tiles.flip(1).int().argmax(1)
-    return (torch.stack([first, last], -1) * tiles.any(1)[..., None]).int()
 
 
 def gradients(

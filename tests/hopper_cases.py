@@ -85,3 +85,16 @@ def seen_in(bounds: Tensor) -> plain.Seen:
         return ((j[..., None] >= lo) & (j[..., None] < hi)).any(-1)
 
     return seen
+
+
+def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:
+    """(1 or B, ⌈keys / 64⌉, 2): tiles of 64 queries that see some of 64 keys."""
+    batch, queries = bounds.shape[:2]
+    lo, hi = bounds[:, :, None].unbind(-1)
+    key = torch.arange(keys)[:, None]
+    seen = ((key >= lo) & (key < hi)).any(-1)
+    tiles = torch.zeros(batch, -(-queries // 64) * 64, -(-keys // 64) * 64, dtype=torch.bool)
+    tiles[:, :queries, :keys] = seen
+    tiles = tiles.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).any(4).any(2)
+    first, last = tiles.int().argmax(1), tiles.shape[1] - tiles.flip(1).int().argmax(1)
+    return (torch.stack([first, last], -1) * tiles.any(1)[..., None]).int()

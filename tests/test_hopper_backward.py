@@ -26,11 +26,12 @@ from anyflash.kernels.hopper.tiles import (
     Split,
     Walk,
     choose_split,
+    split_of,
 )
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
-from hopper_cases import INTERVALS, bounds_of, seen_by, seen_in, tensors
+from hopper_cases import INTERVALS, bounds_of, query_tiles_of, seen_by, seen_in, tensors
 from plain import Terms, assert_close, assert_same
 
 
@@ -38,22 +39,12 @@ def only(names: str) -> Needs:
     return Needs(*(n in names for n in "qkv"), bias=False, sink=False)
 
 
-def split(qk: Columns, v: Columns, together: bool = True, **changes: Any) -> Split:
-    fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | changes
-    return Split(
-        Walk(qk, v, **fields),
-        Walk(qk, v, **fields, second=True) if together else None,
-        Walk(qk, v, **fields),
-        Walk(qk, v, **fields, first=False, second=True),
-    )
-
-
-SMALL = split(Columns(64), Columns(64))
-APART = split(Columns(64), Columns(64), together=False, slots=3, slots_2=1)
-RESULTS_APART = split(Columns(64), Columns(64), shared_out=False)
-IN_REGISTERS = split(Columns(64), Columns(64), own_registers=True)
-WIDE = split(Columns(128), Columns(128), slots_2=1)
-PANELS = split(Columns(32, 3), Columns(32, 2))
+SMALL = split_of(Columns(64), Columns(64))
+APART = split_of(Columns(64), Columns(64), together=False, slots=3, slots_2=1)
+RESULTS_APART = split_of(Columns(64), Columns(64), shared_out=False)
+IN_REGISTERS = split_of(Columns(64), Columns(64), own_registers=True)
+WIDE = split_of(Columns(128), Columns(128), slots_2=1)
+PANELS = split_of(Columns(32, 3), Columns(32, 2))
 # dQ added up in memory, by a role of its own or by the consumers.
 BY_ROLE = Walk(
     *(Columns(64), Columns(64)), block=64, slots=2, slots_2=2, second=True, shared_out=False,
@@ -65,7 +56,7 @@ BY_CONSUMERS = Walk(
 )  # fmt: skip
 VARIED = replace(BY_ROLE, shared_out=True, own_registers=True, early=True, slots=3, ds_slots=1)
 WIDE_ROLE = replace(BY_ROLE, qk=Columns(64, 2), v=Columns(64, 2), ds_slots=1, shared_out=True)
-PANELS_APART = split(Columns(32, 3), Columns(32, 2), together=False)
+PANELS_APART = split_of(Columns(32, 3), Columns(32, 2), together=False)
 
 
 class Case(NamedTuple):
@@ -234,20 +225,6 @@ def test_backward(gluon: Gluon, case: Case) -> None:
     assert (len(gluon.launches) > before) == gluon.emulated
     assert tuple(x is not None for x in found) == needs
     compare(found, attention, inputs, dout, dlse, softcap="softcap" in options)
-
-
-def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:
-    """As `RowIntervals.query_tiles`, by looking at every score."""
-    batch = bounds.shape[0]
-    lo, hi = bounds[:, :, None].unbind(-1)  # (batch, queries, 1, n)
-    key = torch.arange(keys)[:, None]
-    seen = ((key >= lo) & (key < hi)).any(-1)
-    found = torch.zeros(batch, -(-keys // 64), 2, dtype=torch.int32)
-    for b, tile in itertools.product(range(batch), range(found.shape[1])):
-        rows = seen[b, :, 64 * tile : 64 * tile + 64].any(-1).nonzero()
-        if len(rows):
-            found[b, tile] = torch.tensor([rows[0] // 64, rows[-1] // 64 + 1])
-    return found
 
 
 @pytest.mark.parametrize("form", INTERVALS)

@@ -247,9 +247,11 @@ class Split(NamedTuple):
     value: Walk  # dV alone
 
 
-def _split(
-    qk: Columns, v: Columns, together: bool, value: dict[str, Any] | None = None, **of_all: Any
-) -> Split:
+def split_of(
+    qk: Columns, v: Columns, together: bool = True, value: dict[str, Any] | None = None,
+    **of_all: Any,
+) -> Split:  # fmt: skip
+    """Walks that are alike, but for those fields of dV's alone that `value` gives."""
     fields: dict[str, Any] = {"block": 64, "slots": 2, "slots_2": 2} | of_all
     return Split(
         Walk(qk, v, **fields),
@@ -285,11 +287,11 @@ FUSED = (
 
 # No row has been measured yet.
 SPLITS = (
-    _split(Columns(64), Columns(64), True, slots=3, slots_2=3, own_registers=True),
-    _split(Columns(128), Columns(128), True),
-    _split(Columns(64, 3), Columns(64, 2), False),
-    _split(Columns(64, 3), Columns(64, 3), False),
-    _split(Columns(256), Columns(256), False, slots_2=1, value={"slots_2": 2}),
+    split_of(Columns(64), Columns(64), True, slots=3, slots_2=3, own_registers=True),
+    split_of(Columns(128), Columns(128), True),
+    split_of(Columns(64, 3), Columns(64, 2), False),
+    split_of(Columns(64, 3), Columns(64, 3), False),
+    split_of(Columns(256), Columns(256), False, slots_2=1, value={"slots_2": 2}),
 )
 
 
