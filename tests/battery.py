@@ -513,6 +513,7 @@ class Battery:
                 name, actual, like.all()[name], exact.all()[name],
                 softcap=row.softcap is not None,
                 others=self._other_draws(row, make, more, name) if few else (),
+                terms=call.longest[0] if name == "dk" else 1,
             )  # fmt: skip
 
     def _judges(self, row: Row, call: Call, g: torch.Generator) -> tuple[Results, Results]:

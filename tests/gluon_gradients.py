@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import plain
-from anyflash.kernels.hopper.launch_backward import ALL
-from anyflash.kernels.hopper.tiles import Columns, Split, Walk, split_of
+from anyflash.kernels.hopper.algorithms import ALL
+from anyflash.kernels.hopper.tiles import Columns
+from anyflash.kernels.hopper.tiles_backward import Split, Stored, Walk, split_of
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_mutants import Result
 from gluon_subjects import bounds_of, in_intervals, in_window, inputs, seed_of
@@ -27,20 +29,39 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 C64 = Columns(64)
 SMALL = split_of(C64, C64)
 APART = split_of(C64, C64, together=False, slots=3, slots_2=1)
-RESULTS_APART = split_of(C64, C64, shared_out=False, own_registers=True, early=True)
+RESULTS_APART = split_of(C64, C64, shared_out=False, early=True)
 PANELS = split_of(Columns(32, 2), Columns(32, 2))
 MORE_PANELS = split_of(Columns(32, 3), Columns(32, 2), together=False)
 BY_ROLE = Walk(
-    *(C64, C64), block=64, slots=2, slots_2=2, second=True, shared_out=False, adds="role",
+    *(C64, C64), block=64, slots=2, slots_2=2, second=True, shared_out=False, ds="role",
     registers=(128, 208, 24, 72),
 )  # fmt: skip
 SHARED_ROLE = replace(BY_ROLE, shared_out=True, early=True, ds_slots=1, slots=3)
 PANELS_ROLE = replace(BY_ROLE, qk=Columns(32, 2), shared_out=True)
 BY_CONSUMERS = replace(
-    BY_ROLE, qk=Columns(32, 2), adds="consumers", shared_out=True, ds_slots=1,
+    BY_ROLE, qk=Columns(32, 2), ds="consumers", shared_out=True, ds_slots=1,
     registers=(168, 240, 24, 0),
 )  # fmt: skip
 CONSUMERS_APART = replace(BY_CONSUMERS, shared_out=False, ds_slots=2)
+STORES = Stored(
+    Walk(*(C64, C64), block=64, slots=2, slots_2=1, second=True, ds="stored"), None, slots=2
+)
+STORES_PANELS = Stored(
+    Walk(
+        *(Columns(32, 2), C64), block=64, slots=2, slots_2=2, shared_out=False, ds="stored",
+        ds_slots=3,
+    ),
+    PANELS.value, slots=1, consumers=2, registers=(168, 240, 24),
+)  # fmt: skip
+
+
+def how(kernels: Split | Walk | Stored) -> dict[str, Any]:
+    """The options of a call that is to use them."""
+    if isinstance(kernels, Walk):
+        return {"algorithm": "fused", "fused": kernels}
+    if isinstance(kernels, Stored):
+        return {"algorithm": "stored", "stored": kernels}
+    return {"algorithm": "split", "split": kernels}
 
 
 def gradients(
@@ -63,6 +84,12 @@ def example(attention: Attention, leaves: list[Tensor]) -> tuple[Saved, tuple, t
     return Saved(out.to(dout.dtype), lse, dout, dlse), like, exact
 
 
+def untouched(leaves: list[Tensor], saved: Saved) -> tuple[list[Tensor], Saved]:
+    """Copies: a fault may write its results over its inputs, which serve for the next one too."""
+    copies = [None if x is None else x.clone() for x in saved]
+    return [x.clone() for x in leaves], Saved(*copies)
+
+
 def compared(found: Gradients, like: tuple, exact: tuple) -> list[Result]:
     results = (found.q, found.k, found.v, found.sink)[: len(exact)]
     each = zip(("dq", "dk", "dv", "dsink"), results, like, exact, strict=False)
@@ -72,7 +99,7 @@ def compared(found: Gradients, like: tuple, exact: tuple) -> list[Result]:
 @dataclass(frozen=True)
 class Dense:
     shape: tuple[int, int, int, int, int]  # B, Hq, Hkv, Sq, Sk
-    walks: Split | Walk = SMALL  # or that of `fused`
+    walks: Split | Walk | Stored = SMALL
     dims: tuple[int, int] = (64, 64)  # D, Dv
     programs: int = 2  # fewer than blocks: they are drawn from a counter
     section: int | None = None
@@ -85,18 +112,18 @@ class Dense:
     dropout: float = 0.0
     offset: float = 0.0  # of q; −offset of k: scores far below 0
     needs: Needs = ALL
+    more: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, module: ModuleType) -> list[Result]:
         leaves, bounds, saved, like, exact = self.example
-        fused = self.walks if isinstance(self.walks, Walk) else None
+        leaves, saved = untouched(leaves, saved)
         tiles = None if bounds is None else query_tiles_of(bounds, self.shape[4])
         found = module.backward(
             *leaves[:3], saved, self.needs._replace(sink=self.sink is not None),
             scale=self.scale, left=self.left, right=self.right, softcap=self.softcap,
             bounds=bounds, query_tiles=tiles, sink=leaves[3] if self.sink else None,
             dropout=self.dropout, seed=seed_of(self.dropout), section=self.section,
-            split=None if fused else self.walks, fused=fused,
-            algorithm="fused" if fused else "split", programs=self.programs,
+            programs=self.programs, **self.more, **how(self.walks),
         )  # fmt: skip
         return compared(found, like, exact)
 
@@ -134,7 +161,7 @@ class Packed:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     used: tuple[int, ...]
-    walks: Split | Walk = SMALL
+    walks: Split | Walk | Stored = SMALL
     heads: tuple[int, int] = (2, 1)
     left: int | None = None
     right: int | None = None
@@ -143,12 +170,11 @@ class Packed:
 
     def __call__(self, module: ModuleType) -> list[Result]:
         leaves, numbers, bounds, saved, like, exact = self.example
-        fused = self.walks if isinstance(self.walks, Walk) else None
+        leaves, saved = untouched(leaves, saved)
         found = module.backward_packed(
             *leaves, saved, *numbers, scale=0.125, left=self.left, right=self.right, bounds=bounds,
             query_tiles=None if bounds is None else query_tiles_of(bounds, sum(self.keys)),
-            dropout=self.dropout, seed=seed_of(self.dropout), split=None if fused else self.walks,
-            fused=fused, algorithm="fused" if fused else "split", programs=2,
+            dropout=self.dropout, seed=seed_of(self.dropout), programs=2, **how(self.walks),
         )  # fmt: skip
         return compared(found, like, exact)
 
@@ -183,6 +209,20 @@ CHECKS = (
     Dense((1, 2, 1, 130, 200), BY_CONSUMERS, programs=1, right=0),
     Dense((1, 2, 2, 130, 140), SHARED_ROLE, left=40, right=9),
     Dense((1, 2, 2, 130, 140), CONSUMERS_APART, programs=1, left=40),
+    # Of two key heads one at a time; rows of tiles that are full; keys that nobody sees behind
+    # those that some do; batch elements one at a time.
+    Dense((1, 4, 2, 150, 150), STORES, programs=1, right=0, more={"scratch": 3 * 2**16}),
+    Dense((1, 1, 1, 400, 400), STORES_PANELS, (64, 60), left=78, right=1),
+    Dense((1, 1, 1, 100, 400), STORES, left=100, right=-60),
+    Dense((1, 1, 1, 70, 90), STORES, scale=1.0, offset=4.0),
+    Dense(
+        (2, 2, 1, 140, 300),
+        STORES,
+        intervals=("edges", "documents"),
+        more={"scratch": 300_000},
+    ),
+    Packed((70, 100), (90, 130), (50, 130), STORES, intervals="edges"),
+    Packed((70, 0, 100), (90, 5, 130), (40, 0, 110), STORES, right=0),
     Dense((1, 3, 3, 150, 90), RESULTS_APART, programs=1, right=0, sink=(0.5, -1.0, 2.0)),
     Dense((1, 2, 1, 130, 200), APART, programs=1),
     Dense((1, 2, 1, 100, 137), PANELS, (64, 50), programs=1, right=0),

@@ -43,7 +43,7 @@ from anyflash.bench.hopper.rows import BACKWARD, CUDNN, FA2, OURS, STEP, Inputs,
 from anyflash.bench.hopper.timing import Burst, Side
 from anyflash.calls import Arguments
 from anyflash.errors import Unsupported
-from anyflash.kernels.hopper import launch_backward
+from anyflash.kernels.hopper import algorithms, launch_backward
 from anyflash.masks import window
 from bench_cards import HERE, SHORT, a_load, made, run, words
 
@@ -328,19 +328,20 @@ def test_an_algorithm_is_asked_for_by_name(name: str, monkeypatch: pytest.Monkey
     assert asked.pop("offsets") == ([inputs.offsets] * 2 if packed else [])
     if packed:
         assert asked.pop("max_seqlen_q") == asked.pop("max_seqlen_k") == 40
-        assert asked.pop("needs", launch_backward.ALL) == launch_backward.ALL
+        assert asked.pop("needs", algorithms.ALL) == algorithms.ALL
     reach = {"causal": (None, 0), "window": (11, 0)}.get(name, (None, None))
     assert (asked["left"], asked["right"]) == reach
     assert asked["scale"] == 1 / 4 and asked["algorithm"] == "split"
-    launch_backward.Options(**asked)  # it knows all of these
+    algorithms.Options(**asked)  # it knows all of these
 
 
 def test_an_algorithm_that_would_be_another_is_refused() -> None:
     """The launcher has wide heads split, whatever it is asked for."""
     wide = Inputs.of(small(head_dim=256, head_dim_v=256), "cpu")
-    with pytest.raises(Unsupported, match="no kernel for heads of 256 and 256 columns"):
-        peers.algorithm("fused")(wide)
-    for name, head_dim in (("fused", 128), ("split", 256)):
+    for name in ("fused", "stored"):
+        with pytest.raises(Unsupported, match="does not do this row: split would, in its place"):
+            peers.algorithm(name)(wide)
+    for name, head_dim in (("fused", 128), ("stored", 192), ("split", 256)):
         peers.algorithm(name)(Inputs.of(small(head_dim=head_dim, head_dim_v=head_dim), "cpu"))
 
 
@@ -440,15 +441,16 @@ FAIR = Contest(right, dict.fromkeys(ALGORITHMS, right), BOTH)
 
 def test_a_measured_row() -> None:
     told: list[int] = []
-    times = {OURS: 1e-3, "fused": 1e-3, "split": 1.25e-3, CUDNN: 1.2e-3, FA2: 3e-3}
-    _, tools = made(**times)
+    times = {OURS: 1e-3, "fused": 1e-3, "split": 1.25e-3, "stored": 1.1e-3}
+    _, tools = made(**times, **{CUDNN: 1.2e-3, FA2: 3e-3})
     anchor = small(best=1.1, bar=1.15, sustained=True)
     result = run_row(anchor, SHORT, tools, lambda: told.append(1), FAIR)
     assert result.passed and len(told) == 3 and not result.refusals
     assert result.sides(BURST) == [OURS, *ALGORITHMS, CUDNN, FA2]
-    names = [f"d{x}{of}" for of in ("", ", fused", ", split") for x in "qkv"]
+    names = [f"d{x}{of}" for of in ("", *(f", {x}" for x in ALGORITHMS)) for x in "qkv"]
     assert [e.tensor for e in result.errors] == names
-    assert [e.peer is None for e in result.errors] == [False] * 3 + [True] * 6
+    assert [e.peer is None for e in result.errors] == [False] * 3 + [True] * 9
+    assert result.picked == "fused"  # at 32 columns
     assert result.ratio(CUDNN) == pytest.approx(1.2) and result.ratio(FA2) == pytest.approx(3)
     assert result.ratio(CUDNN, BURST, "split") == pytest.approx(1.2 / 1.25)
     assert result.ratio(CUDNN, SUSTAINED) == pytest.approx(1.2)
@@ -467,7 +469,7 @@ def test_who_is_held_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "DETERMINISTIC_FROM", 96)
     _, tools = made()
     one = small(head_dim=64, head_dim_v=64, best=1.0, sustained=True)
-    assert list(run_row(one, SHORT, tools, contest=FAIR).sustained) == [OURS, "split", CUDNN]
+    assert list(run_row(one, SHORT, tools, contest=FAIR).sustained) == [OURS, *DETERMINISTIC, CUDNN]
     assert run_row(replace(one, sustained=False), SHORT, tools, contest=FAIR).sustained == {}
 
 
@@ -603,7 +605,8 @@ def a_result(one: Row, speed: float, split: float = SPLIT, **changes: Any) -> Ro
         one.against: a_load(1.0, 600.0),
     }  # fmt: skip
     burst = Burst(times, dict.fromkeys(times, 20))
-    return replace(RowResult(one, errors, {"fused": "no such kernel"}, burst, load), **changes)
+    found = RowResult(one, errors, {"fused": "no such kernel"}, burst, load, picked="split")
+    return replace(found, **changes)
 
 
 def a_run(**of_all: Any) -> list[RowResult]:
@@ -728,14 +731,15 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     lines = text.splitlines()
     (burst,) = (x for x in lines if x.startswith("| D=64, S=1024, dense | 1.36 (1.36–1.36)"))
     assert "| cuDNN | ≥ 1.00 | yes | 1.15 | – |" in burst
-    assert f"| {rate * 1.36:.0f} | – | {rate * 1.1:.0f} | {rate:.0f} | – | 0.74 |" in burst
+    assert f"| {rate * 1.36:.0f} | – | {rate * 1.1:.0f} | – | {rate:.0f} | – | 0.74 |" in burst
+    assert burst.endswith("| (16, 32, 1024, 64) | split |")
     assert "| D=256, S=1024, dense | 1.95 (1.95–1.95) | FA2 | ≥ 1.50 | yes | 1.29 | 1.95 |" in text
     assert (
         f"| D=64, S=1024, dense | cuDNN | 1.36 | ≥ 1.00 | yes | 1.15 | 0.71 | {rate:.0f} |" in text
     )
     assert f"| D=64, S=1024, dense | split | 1.24 | – | – | – | 0.81 | {rate * 1.1:.0f} |" in text
     assert "| D=64, S=1024, dense | fused | no such kernel |" in text
-    errors = "| D=64, S=1024, dense | dk | 1.00e-03 | – | 1.50e-03 | 1.00e-03 | 2.00e-03 |"
+    errors = "| D=64, S=1024, dense | dk | 1.00e-03 | – | 1.50e-03 | – | 1.00e-03 | 2.00e-03 |"
     assert f"{errors} 4.01e-03 | yes |" in text
     pages.render(tmp_path / "results", path)
     assert path.read_text() == text

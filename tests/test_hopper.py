@@ -470,3 +470,47 @@ def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:
     with pytest.raises(TypeError, match="tile map"):
         hopper.forward(replace(Problem.of(inputs, Options(0.125)), mask="none"), inputs)
     assert not card.launches
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "expected"),
+    [
+        # Statistics are 512 bytes for each 64 rows, sums of fused 4 · 64 bytes a row.
+        ((2, 4, 4096, 64), {}, "fused, 8.7 MB of scratch memory"),
+        ((2, 4, 4096, 64), {"deterministic": True}, "split, 0.3 MB of scratch memory"),
+        # dS of 4096 · 4096 · 16 bits for each of 8 heads; a triangle, with its diagonal; a band.
+        ((2, 4, 4096, 128), {}, "stored, 268.7 MB of scratch memory"),
+        ((2, 4, 4096, 128), {"causal": True}, "stored, 138.7 MB of scratch memory"),
+        ((2, 4, 4096, 128), {"mask": af.window(512, 0)}, "stored, 50.6 MB of scratch memory"),
+        ((2, 4, 4096, 128), {"dropout": 0.1}, "split, 0.3 MB of scratch memory"),
+        ((2, 4, 4096, 256), {}, "split, 0.3 MB of scratch memory"),
+        ((2, 4, 0, 128), {}, "nothing to compute"),
+        ((0, 4, 64, 128), {}, "nothing to compute"),
+        ((1, 16, 16384, 128), {"causal": True}, "stored, 813.7 MB of scratch memory"),
+    ],
+)
+@pytest.mark.usefixtures("card")
+def test_the_algorithm_is_explained(
+    shape: tuple[int, ...], more: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "probe", lambda device: HOPPER)
+    x = torch.empty((), dtype=torch.bfloat16, requires_grad=True).expand(shape)
+    explained = af.explain(x, x, x, **more)
+    assert explained.chosen == "hopper" and explained.algorithm == expected
+    assert f"backward: {expected}" in str(explained)
+    assert af.explain(*[x.detach()] * 3, **more).algorithm is None
+
+
+@pytest.mark.parametrize(("warn_only", "expected"), [(False, "split"), (True, "fused")])
+@pytest.mark.usefixtures("card")
+def test_all_of_pytorch_is_deterministic(
+    warn_only: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "probe", lambda device: HOPPER)
+    x = torch.empty((), dtype=torch.bfloat16, requires_grad=True).expand(1, 1, 256, 64)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        algorithm = af.explain(x, x, x).algorithm
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert algorithm is not None and algorithm.startswith(expected)

@@ -16,14 +16,17 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from torch import Tensor
 
 import plain
+from anyflash.kernels.hopper import algorithms
 from anyflash.kernels.hopper import launch as forward
 from anyflash.kernels.hopper import launch_backward as kernel
-from anyflash.kernels.hopper.launch_backward import ALL
-from anyflash.kernels.hopper.tiles import (
+from anyflash.kernels.hopper.algorithms import ALGORITHMS, ALL
+from anyflash.kernels.hopper.tiles import Columns
+from anyflash.kernels.hopper.tiles_backward import (
     FUSED,
     SPLITS,
-    Columns,
+    STORED,
     Split,
+    Stored,
     Walk,
     choose_split,
     split_of,
@@ -48,22 +51,53 @@ PANELS = split_of(Columns(32, 3), Columns(32, 2))
 # dQ added up in memory, by a role of its own or by the consumers.
 BY_ROLE = Walk(
     *(Columns(64), Columns(64)), block=64, slots=2, slots_2=2, second=True, shared_out=False,
-    adds="role", registers=(128, 208, 24, 72),
+    ds="role", registers=(128, 208, 24, 72),
 )  # fmt: skip
 BY_CONSUMERS = Walk(
-    *(Columns(32, 2), Columns(64)), block=64, slots=2, slots_2=1, second=True, adds="consumers",
+    *(Columns(32, 2), Columns(64)), block=64, slots=2, slots_2=1, second=True, ds="consumers",
     ds_slots=1,
 )  # fmt: skip
-VARIED = replace(BY_ROLE, shared_out=True, own_registers=True, early=True, slots=3, ds_slots=1)
+VARIED = replace(BY_ROLE, shared_out=True, own_registers=True, slots=3, ds_slots=1)
 WIDE_ROLE = replace(BY_ROLE, qk=Columns(64, 2), v=Columns(64, 2), ds_slots=1, shared_out=True)
 PANELS_APART = split_of(Columns(32, 3), Columns(32, 2), together=False)
+# dS kept in memory.
+STORES = Stored(
+    Walk(*(Columns(64), Columns(64)), block=64, slots=2, slots_2=1, second=True, ds="stored"),
+    value=None,
+    slots=2,
+)
+STORES_PANELS = Stored(
+    Walk(
+        *(Columns(32, 2), Columns(32, 2)), block=64, slots=3, slots_2=2, second=True,
+        shared_out=False, ds="stored", ds_slots=3,
+    ),
+    value=None,
+    slots=3,
+)  # fmt: skip
+
+
+STORES_APART = Stored(
+    Walk(*(Columns(32, 3), Columns(32, 2)), block=64, slots=2, slots_2=1, ds="stored"),
+    PANELS_APART.value, slots=2, consumers=2, registers=(168, 240, 24),
+)  # fmt: skip
+
+
+def how(kernels: Split | Walk | Stored | None) -> dict[str, Any]:
+    """The options of a call that is to use them."""
+    if isinstance(kernels, Walk):
+        return {"algorithm": "fused", "fused": kernels}
+    if isinstance(kernels, Stored):
+        return {"algorithm": "stored", "stored": kernels}
+    return {"algorithm": "split", "split": kernels}
+
+
+KINDS = ["split", "role", "consumers", "stored"]
 
 
 class Case(NamedTuple):
     shape: tuple[int, int, int, int, int]  # B, Hq, Hkv, Sq, Sk
     dims: tuple[int, int] = (64, 64)  # D, Dv
-    split: Split | None = SMALL
-    fused: Walk | None = None  # or else `split` is meant
+    kernels: Split | Walk | Stored | None = SMALL  # a Walk is `fused`; None, the table's split
     programs: int = 3  # fewer than blocks: they are drawn from a counter
     dtype: torch.dtype = torch.bfloat16
     layout: str = "bhsd"
@@ -85,9 +119,9 @@ CASES = {
     "beyond all keys": Case((1, 1, 1, 100, 300), options={"left": -250, "right": 400}),
     "grouped": Case((2, 6, 2, 130, 130), layout="bshd", options={"right": 0}),
     "of one head": Case((1, 4, 1, 70, 200), options={"right": 0}),
-    "results apart": Case((1, 4, 2, 200, 300), split=RESULTS_APART, options={"right": 0}),
-    "dK and dV apart": Case((1, 4, 2, 200, 300), split=APART, options={"right": 0}),
-    "X in registers": Case((1, 2, 2, 200, 300), split=IN_REGISTERS, options={"right": 0}),
+    "results apart": Case((1, 4, 2, 200, 300), kernels=RESULTS_APART, options={"right": 0}),
+    "dK and dV apart": Case((1, 4, 2, 200, 300), kernels=APART, options={"right": 0}),
+    "X in registers": Case((1, 2, 2, 200, 300), kernels=IN_REGISTERS, options={"right": 0}),
     "one slot of dO": Case((1, 4, 2, 130, 200), (128, 128), WIDE, options={"right": 0}),
     "scores of 30, wide": Case((1, 2, 2, 100, 200), (128, 128), WIDE, options={"scale": 30.0}),
     "float16": Case((1, 2, 1, 200, 200), dtype=torch.float16, options={"right": 0}),
@@ -107,7 +141,7 @@ CASES = {
     "panels, narrow": Case((1, 2, 2, 70, 150), (70, 40), PANELS, layout="fused"),
     "panels apart": Case((1, 4, 2, 70, 150), (96, 64), PANELS_APART, options={"right": 0}),
     "dropout": Case((2, 2, 1, 200, 150), options={"dropout": 0.3, "right": 0}),
-    "dropout, apart": Case((1, 2, 2, 150, 131), split=APART, options={"dropout": 0.8}),
+    "dropout, apart": Case((1, 2, 2, 150, 131), kernels=APART, options={"dropout": 0.8}),
     "dropping everything": Case((1, 2, 2, 70, 70), options={"dropout": 1.0}),
     "dq": Case((1, 2, 1, 130, 130), needs=only("q")),
     "dk": Case((1, 2, 1, 130, 130), needs=only("k")),
@@ -119,35 +153,80 @@ CASES = {
         )
         for left, right in ((None, 63), (63, 0), (64, 0), (65, 0), (127, 0), (128, 5), (None, -63))
     },
-    "fused": Case((1, 2, 2, 200, 300), fused=BY_ROLE),
-    "fused, causal": Case((2, 4, 2, 200, 300), fused=BY_ROLE, options={"right": 0}),
-    "fused, window": Case((1, 2, 1, 300, 300), fused=VARIED, options={"left": 70, "right": 9}),
-    "fused, few programs": Case((2, 6, 2, 150, 200), fused=VARIED, options={"right": 0}),
-    "fused, fewer keys": Case((1, 2, 2, 200, 90), fused=BY_ROLE, options={"right": 0}),
-    "fused, dropout": Case((1, 2, 2, 130, 150), fused=BY_ROLE, options={"dropout": 0.3}),
-    "fused, softcap": Case((1, 2, 1, 130, 150), fused=BY_ROLE, options={"softcap": 3.0}),
-    "fused, narrow": Case((1, 2, 2, 70, 150), (40, 50), fused=BY_ROLE, layout="fused"),
-    "fused, odd D": Case((1, 2, 2, 70, 150), (5, 3), fused=BY_ROLE, layout="bshd"),
-    "fused, two panels": Case((1, 4, 2, 130, 200), (128, 100), fused=WIDE_ROLE),
-    "by consumers": Case((1, 2, 2, 200, 300), fused=BY_CONSUMERS),
-    "by consumers, causal": Case((2, 4, 2, 200, 300), fused=BY_CONSUMERS, options={"right": 0}),
+    "fused": Case((1, 2, 2, 200, 300), kernels=BY_ROLE),
+    "fused, causal": Case((2, 4, 2, 200, 300), kernels=BY_ROLE, options={"right": 0}),
+    "fused, window": Case((1, 2, 1, 300, 300), kernels=VARIED, options={"left": 70, "right": 9}),
+    "fused, few programs": Case((2, 6, 2, 150, 200), kernels=VARIED, options={"right": 0}),
+    "fused, fewer keys": Case((1, 2, 2, 200, 90), kernels=BY_ROLE, options={"right": 0}),
+    "fused, dropout": Case((1, 2, 2, 130, 150), kernels=BY_ROLE, options={"dropout": 0.3}),
+    "fused, softcap": Case((1, 2, 1, 130, 150), kernels=BY_ROLE, options={"softcap": 3.0}),
+    "fused, narrow": Case((1, 2, 2, 70, 150), (40, 50), kernels=BY_ROLE, layout="fused"),
+    "fused, odd D": Case((1, 2, 2, 70, 150), (5, 3), kernels=BY_ROLE, layout="bshd"),
+    "fused, two panels": Case((1, 4, 2, 130, 200), (128, 100), kernels=WIDE_ROLE),
+    "by consumers": Case((1, 2, 2, 200, 300), kernels=BY_CONSUMERS),
+    "by consumers, causal": Case((2, 4, 2, 200, 300), kernels=BY_CONSUMERS, options={"right": 0}),
     "by consumers, apart": Case(
-        (1, 4, 2, 200, 200), fused=replace(BY_CONSUMERS, shared_out=False, ds_slots=2, early=True)
+        (1, 4, 2, 200, 200), kernels=replace(BY_CONSUMERS, shared_out=False, ds_slots=2, early=True)
     ),
-    "fused, scale 0": Case((1, 1, 1, 70, 90), fused=BY_ROLE, options={"scale": 0.0}),
-    "fused, negative scale": Case((1, 1, 1, 70, 90), fused=BY_CONSUMERS, options={"scale": -0.3}),
+    "fused, scale 0": Case((1, 1, 1, 70, 90), kernels=BY_ROLE, options={"scale": 0.0}),
+    "fused, negative scale": Case((1, 1, 1, 70, 90), kernels=BY_CONSUMERS, options={"scale": -0.3}),
     **{
         f"fused table {w.qk.total}": Case(
-            (1, 2, 2, 140, 150), (w.qk.total, w.v.total), fused=w, options={"right": 0}
+            (1, 2, 2, 140, 150), (w.qk.total, w.v.total), kernels=w, options={"right": 0}
         )
         for w in FUSED
     },
-    "table 64": Case((1, 2, 2, 200, 260), split=None),
-    "table 96": Case((1, 2, 2, 140, 150), (96, 96), split=None, options={"right": 0}),
-    "table 128": Case((1, 2, 2, 140, 150), (128, 128), split=None, options={"right": 0}),
-    "table 192, 128": Case((1, 2, 2, 140, 150), (192, 128), split=None, options={"right": 0}),
-    "table 192": Case((1, 2, 2, 140, 130), (192, 192), split=None, options={"right": 0}),
-    "table 256": Case((1, 2, 2, 140, 130), (256, 256), split=None, options={"right": 0}),
+    "stored": Case((1, 2, 2, 200, 300), kernels=STORES),
+    "stored, causal": Case((2, 4, 2, 200, 300), kernels=STORES, options={"right": 0}),
+    **{
+        f"stored, paired, {length}": Case(
+            (2, heads, 1, length, length), kernels=STORES, options={"right": 0}
+        )
+        for length, heads in ((64, 2), (129, 3), (300, 3))
+    },
+    "stored, fewer keys": Case((1, 2, 1, 333, 130), kernels=STORES, options={"right": 0}),
+    "stored, window": Case((1, 2, 1, 300, 300), kernels=STORES, options={"left": 70, "right": 9}),
+    "stored, left only": Case((1, 2, 1, 200, 300), kernels=STORES, options={"left": 60}),
+    "stored, of one key": Case(
+        (1, 1, 1, 130, 130), kernels=STORES, options={"left": 0, "right": 0}
+    ),
+    "stored, far keys": Case((1, 1, 1, 70, 400), kernels=STORES, options={"left": 20, "right": 10}),
+    "stored, beyond all keys": Case(
+        (1, 1, 1, 100, 300), kernels=STORES, options={"left": -250, "right": 400}
+    ),
+    "stored, a head at a time": Case(
+        (2, 6, 3, 150, 200), kernels=STORES, options={"right": 0, "scratch": 2 * 384 * 192 * 2}
+    ),
+    "stored, two heads at a time": Case(
+        (2, 6, 3, 150, 200), kernels=STORES, options={"scratch": 5 * 256 * 192 * 2}
+    ),
+    "stored, an element at a time": Case(
+        (3, 2, 2, 150, 200), kernels=STORES, options={"scratch": 3 * 256 * 192 * 2}
+    ),
+    "stored, no room": Case(
+        (1, 4, 1, 150, 200), kernels=STORES, options={"scratch": 2 * 384 * 192 * 2}
+    ),
+    "stored, panels": Case((1, 2, 2, 130, 200), (60, 64), kernels=STORES_PANELS, layout="fused"),
+    "stored, dV apart": Case((1, 4, 2, 130, 200), (96, 60), STORES_APART, options={"right": 0}),
+    "stored, odd D": Case((1, 2, 2, 70, 150), (5, 3), kernels=STORES, layout="bshd"),
+    "stored, softcap": Case((1, 2, 1, 130, 150), kernels=STORES, options={"softcap": 3.0}),
+    "stored, sink": Case(
+        (1, 3, 3, 200, 130), kernels=STORES, options={"sink": True, "right": 0, "dlse": True}
+    ),
+    "stored, dropout": Case((1, 2, 2, 130, 150), kernels=STORES, options={"dropout": 0.3}),
+    "stored, dq and dv": Case((1, 2, 1, 130, 130), kernels=STORES, needs=only("qv")),
+    **{
+        f"stored table {x.keys.qk.total}, {x.keys.v.total}": Case(
+            (1, 2, 2, 140, 150), (x.keys.qk.total, x.keys.v.total), x, options={"right": 0}
+        )
+        for x in STORED
+    },
+    "table 64": Case((1, 2, 2, 200, 260), kernels=None),
+    "table 96": Case((1, 2, 2, 140, 150), (96, 96), kernels=None, options={"right": 0}),
+    "table 128": Case((1, 2, 2, 140, 150), (128, 128), kernels=None, options={"right": 0}),
+    "table 192, 128": Case((1, 2, 2, 140, 150), (192, 128), kernels=None, options={"right": 0}),
+    "table 192": Case((1, 2, 2, 140, 130), (192, 192), kernels=None, options={"right": 0}),
+    "table 256": Case((1, 2, 2, 140, 130), (256, 256), kernels=None, options={"right": 0}),
 }
 
 
@@ -219,9 +298,7 @@ def test_backward(gluon: Gluon, case: Case) -> None:
         dlse = torch.where(lse == -math.inf, 0.0, randn(lse, 3))
     before = len(gluon.launches)
     saved = Saved(out, lse, dout, dlse)
-    run |= {"split": case.split, "fused": case.fused}
-    run["algorithm"] = "fused" if case.fused else "split"
-    found = kernel.backward(q, k, v, saved, needs, **run)
+    found = kernel.backward(q, k, v, saved, needs, **run, **how(case.kernels))
     assert (len(gluon.launches) > before) == gluon.emulated
     assert tuple(x is not None for x in found) == needs
     compare(found, attention, inputs, dout, dlse, softcap="softcap" in options)
@@ -243,8 +320,9 @@ def test_row_intervals(gluon: Gluon, form: str) -> None:
         out, lse = results(attention, [q, k, v])
         dout = randn(out, 2)
         saved = Saved(out, lse, dout, None)
-        for how in ({"split": SMALL}, {"algorithm": "fused", "fused": BY_ROLE}):
-            compare(kernel.backward(q, k, v, saved, **run, **how), attention, [q, k, v], dout)
+        for kernels in (SMALL, BY_ROLE, STORES):
+            found = kernel.backward(q, k, v, saved, **run, **how(kernels))
+            compare(found, attention, [q, k, v], dout)
 
 
 def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
@@ -291,8 +369,8 @@ def test_exact_numbers(gluon: Gluon) -> None:
     assert dq is not None and dq.isfinite().all()
 
 
-@pytest.mark.parametrize("fused", [BY_ROLE, BY_CONSUMERS], ids=["role", "consumers"])
-def test_scores_far_below_zero(gluon: Gluon, fused: Walk) -> None:
+@pytest.mark.parametrize("kernels", [SMALL, BY_ROLE, BY_CONSUMERS, STORES], ids=KINDS)
+def test_scores_far_below_zero(gluon: Gluon, kernels: Split | Walk | Stored) -> None:
     """2^(0 − lse), the weight of a key of zeros, is infinite: none may count."""
     q, k, v = tensors(Case((1, 2, 1, 70, 90)), gluon.device)
     q, k = 4 + q.abs(), -4 - k.abs()
@@ -300,14 +378,14 @@ def test_scores_far_below_zero(gluon: Gluon, fused: Walk) -> None:
     out, lse = forward.forward(q, k, v, **run)
     assert lse.max() < -300
     saved = Saved(out, lse, randn(out, 2), None)
-    for how in ({"split": SMALL}, {"algorithm": "fused", "fused": fused}):
-        found = kernel.backward(q, k, v, saved, **run, **how)
-        for x in found[:3]:
-            assert x is not None and x.isfinite().all()
+    for x in kernel.backward(q, k, v, saved, **run, **how(kernels))[:3]:
+        assert x is not None and x.isfinite().all()
 
 
-@pytest.mark.parametrize("fused", [None, BY_ROLE], ids=["split", "role"])
-def test_incoming_gradients_of_rows_that_see_nothing(gluon: Gluon, fused: Walk | None) -> None:
+@pytest.mark.parametrize("kernels", [SMALL, BY_ROLE, BY_CONSUMERS, STORES], ids=KINDS)
+def test_incoming_gradients_of_rows_that_see_nothing(
+    gluon: Gluon, kernels: Split | Walk | Stored
+) -> None:
     """lse is −inf there, and so is the gradient of its square."""
     q, k, v = tensors(Case((1, 2, 1, 100, 64)), gluon.device)
     run: dict[str, Any] = {"scale": 0.125, "right": 0, "programs": 3}
@@ -315,7 +393,7 @@ def test_incoming_gradients_of_rows_that_see_nothing(gluon: Gluon, fused: Walk |
     dout, dlse = randn(out, 2), randn(lse, 3)
     empty = lse == -math.inf
     assert empty.any() and not empty.all()
-    run |= {"split": SMALL, "fused": fused, "algorithm": "fused" if fused else "split"}
+    run |= how(kernels)
     results = [
         kernel.backward(q, k, v, Saved(out, lse, dout, torch.where(empty, x, dlse)), **run)
         for x in (0.0, -math.inf)
@@ -353,7 +431,7 @@ class Sequences(NamedTuple):
     used: list[int] | None = None
     heads: tuple[int, int] = (2, 1)
     dims: tuple[int, int] = (64, 64)
-    split: Split | None = SMALL
+    kernels: Split | None = SMALL
     programs: int = 3
     options: dict[str, Any] | None = None
 
@@ -367,9 +445,9 @@ PACKED = {
     "window": Sequences([200, 150], [200, 180], options={"left": 40, "right": 10}),
     "left only": Sequences([200, 150], [200, 180], options={"left": 40}),
     "many": Sequences([5] * 30, [9] * 30, options={"right": 0}, programs=4, heads=(1, 1)),
-    "one row": Sequences([1], [1], split=WIDE, dims=(128, 128)),
+    "one row": Sequences([1], [1], kernels=WIDE, dims=(128, 128)),
     "narrow": Sequences([70, 70], [30, 90], dims=(40, 24), heads=(4, 2)),
-    "table": Sequences([200, 10], [200, 40], split=None, dims=(128, 128)),
+    "table": Sequences([200, 10], [200, 40], kernels=None, dims=(128, 128)),
     "dropout": Sequences([70, 130], [90, 70], options={"dropout": 0.4}),
 }
 
@@ -386,10 +464,18 @@ def test_packed_intervals(gluon: Gluon, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "empty ones", "unused keys", "dropout"])
 def test_packed_sequences_fused(gluon: Gluon, name: str) -> None:
-    run_packed(gluon, PACKED[name], intervals=not PACKED[name].options, fused=BY_ROLE)
+    run_packed(gluon, PACKED[name], not PACKED[name].options, BY_ROLE)
 
 
-def run_packed(gluon: Gluon, case: Sequences, intervals: bool, fused: Walk | None = None) -> None:
+@pytest.mark.parametrize("name", ["fewer keys", "empty ones", "unused keys", "window", "many"])
+def test_packed_sequences_stored(gluon: Gluon, name: str) -> None:
+    run_packed(gluon, PACKED[name], not PACKED[name].options, STORES, scratch=2**18)
+
+
+def run_packed(
+    gluon: Gluon, case: Sequences, intervals: bool, kernels: Walk | Stored | None = None,
+    **more: Any,
+) -> None:  # fmt: skip
     options = {"scale": 0.125, **(case.options or {})}
     g = torch.Generator().manual_seed(len(case.queries))
     starts_q, starts_k = ([0, *itertools.accumulate(x)] for x in (case.queries, case.keys))
@@ -407,7 +493,7 @@ def run_packed(gluon: Gluon, case: Sequences, intervals: bool, fused: Walk | Non
     ]
     seed = torch.tensor([77], device=gluon.device) if "dropout" in options else None
     run = {**options, "seed": seed, "programs": case.programs}
-    seen, more = seen_by(options), {}
+    seen = seen_by(options)
     if intervals:
         lengths = list(zip(case.queries, case.keys, strict=True))
         each = [bounds_of("first keys and a window", *n) for n in lengths]
@@ -425,7 +511,7 @@ def run_packed(gluon: Gluon, case: Sequences, intervals: bool, fused: Walk | Non
     out, lse = results(attention, clean)
     dout = randn(out, 2)
     saved = Saved(out, lse, dout, None)
-    run |= {**more, "split": case.split, "fused": fused, "algorithm": "fused" if fused else "split"}
+    run |= {**more, **how(kernels or case.kernels)}
     found = kernel.backward_packed(q, k, v, saved, *numbers, **run)
     compare(found, attention, clean, dout)
 
@@ -480,7 +566,7 @@ def test_no_queries() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", ["split", "fused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_longer_sequences(dim: int, algorithm: str) -> None:
     card = torch.device("cuda")
@@ -501,13 +587,17 @@ def test_longer_sequences(dim: int, algorithm: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_split_gives_the_same_bits(dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "algorithm"),
+    [(64, "split"), (128, "split"), (256, "split"), (64, "stored"), (128, "stored")],
+)
+def test_the_same_bits(dim: int, algorithm: str) -> None:
     """A thousand times, while another stream takes multiprocessors away."""
     card = torch.device("cuda")
     q, k, v = tensors(Case((1, 8, 2, 1100, 1100), (dim, dim)), card)
-    run = {"scale": dim**-0.5, "right": 0}
+    run: dict[str, Any] = {"scale": dim**-0.5, "right": 0}
     out, lse = forward.forward(q, k, v, **run)
+    run |= {"algorithm": algorithm, "scratch": 2**23}  # stored, three of eight heads at a time
     saved = Saved(out, lse, randn(out, 2), None)
     first = kernel.backward(q, k, v, saved, **run)
     differ = torch.zeros((), dtype=torch.int64, device=card)
@@ -525,11 +615,14 @@ def test_split_gives_the_same_bits(dim: int) -> None:
 
 # The table.
 
+LENGTHS = forward.Lengths(2, 1000, 1000, 1000, 1000, False)
+
 
 def test_another_algorithm() -> None:
     x, lse = torch.empty(1, 1, 64, 64, device="meta"), torch.empty(1, 1, 64, device="meta")
-    with pytest.raises(ValueError, match="algorithm 'stored': 'split' or 'fused'"):
-        kernel._walks(kernel.Options(1.0, algorithm="stored"), 64, 64, ALL)
+    heads = forward.Heads(8, 2, 64, 64, torch.device("meta"))
+    with pytest.raises(ValueError, match="algorithm 'fast': 'split' or 'fused' or 'stored'"):
+        algorithms.chosen(algorithms.Options(1.0, algorithm="fast"), LENGTHS, heads)
     with pytest.raises(TypeError, match="algorithms"):
         kernel.backward(x, x, x, Saved(x, lse, x, None), scale=1.0, algorithms="split")
 
@@ -546,18 +639,96 @@ def test_splits() -> None:
     for fault in (
         {"qk": Columns(96)}, {"v": Columns(64, 0)}, {"block": 48}, {"slots": 1}, {"slots_2": 0},
         {"slots": 12}, {"v": Columns(64), "first": False, "second": True}, {"first": False},
-        {"consumers": 3}, {"adds": "nobody"}, {"adds": "consumers", "second": True},
-        {"adds": "role", "second": True}, {"second": True, "block": 32},
+        {"consumers": 3}, {"ds": "nobody"}, {"ds": "consumers", "second": True},
+        {"ds": "role", "second": True}, {"second": True, "block": 32},
         {"registers": (200, 240, 24, 0)}, {"registers": (168, 240, 40, 0)},
+        {"early": True, "own_registers": True}, {"ds": "stored", "ds_slots": 0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no kernel for"):
             Walk(**fields | fault)
+    for walk, value, slots in (
+        (STORES.keys, None, 0), (STORES.keys, None, 8), (BY_ROLE, None, 2),
+        (STORES.keys, SMALL.value, 2), (replace(STORES.keys, second=False), None, 2),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no kernels for"):
+            Stored(walk, value, slots)
+
+
+CARD = torch.device("meta")
+
+
+def test_what_is_chosen() -> None:
+    def chosen(
+        columns: int = 64, needs: Needs = ALL, lengths: forward.Lengths = LENGTHS, **options: Any
+    ) -> Any:
+        o = algorithms.Options(1.0, programs=132, **options)
+        heads = forward.Heads(8, 2, columns, columns, CARD)
+        name, kernels = algorithms.chosen(o, lengths, heads, needs)
+        kind = {"split": Split, "fused": Walk, "stored": Stored}[name]
+        assert isinstance(kernels, kind)
+        return kernels
+
+    assert chosen() is chosen(algorithm="fused") is FUSED[0]
+    assert chosen(deterministic=True) is chosen(algorithm="split") is SPLITS[0]
+    assert chosen(100) is chosen(100, deterministic=True) is STORED[1]
+    assert chosen(192).value is not None
+    assert chosen(256) is SPLITS[-1]
+    room = 4 * 1024 * 1024 * 2  # of 1000 keys and queries and four heads
+    assert chosen(algorithm="stored", scratch=room) is STORED[0]
+    assert chosen(algorithm="stored", scratch=room - 1) is SPLITS[0]
+    for algorithm in ("fused", "stored", None):
+        assert chosen(algorithm=algorithm, needs=only("qk")) is SPLITS[0]
+    for algorithm in ("fused", "stored"):
+        assert chosen(256, algorithm=algorithm) is SPLITS[-1]
+    assert chosen(algorithm="stored", dropout=0.1) is SPLITS[0]
+    # In parts: programs must not be without work.
+    long = forward.Lengths(2, 16384, 16384, 16384, 16384, False)
+    assert isinstance(chosen(128, lengths=long, scratch=2**32), Stored)
+    assert chosen(128, lengths=long, scratch=2**31) is SPLITS[1]  # one key head of four at a time
+    single = forward.Heads(16, 16, 128, 128, CARD)
+    for batch, causal, name in ((1, True, "stored"), (1, False, "stored"), (3, True, "stored")):
+        lengths, right = long._replace(batch=batch), 0 if causal else None
+        o = algorithms.Options(1.0, right=right, programs=132)
+        assert algorithms.chosen(o, lengths, single)[0] == name
+    assert chosen(128, lengths=long, scratch=2**31, algorithm="stored") is STORED[1]
+    packed = LENGTHS._replace(packed=True)
+    assert chosen(128, lengths=packed) is SPLITS[1]
+    assert chosen(128, lengths=packed, algorithm="stored") is STORED[1]
+    narrow = {"left": 1024, "right": 0}
+    assert chosen(128, lengths=long, **narrow) is STORED[1]
+
+
+@pytest.mark.parametrize("left", [None, 0, 5, 200, -70])
+@pytest.mark.parametrize("right", [None, 0, 90, -70])
+@pytest.mark.parametrize("sizes", [(300, 300), (129, 700), (700, 129), (64, 64)])
+def test_tiles_of_scores(sizes: tuple[int, int], left: int | None, right: int | None) -> None:
+    """All pairs of a block of keys and 64 queries that see some of them have a place of their own,
+    within what is reckoned for a head."""
+    queries, keys = sizes
+    lengths = forward.Lengths(1, queries, keys, queries, keys, False)
+    layout = algorithms.layout_of(lengths, 1, left, right)
+    triangle = algorithms.is_triangle(lengths, left, right)
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    seen = seen_by({"left": left, "right": right})
+    scores = seen(torch.zeros(1), torch.zeros(1), i, j, keys - queries).expand(queries, keys)
+    places = set()
+    for b, t in itertools.product(range(-(-keys // 128)), range(-(-queries // 64))):
+        if not scores[64 * t : 64 * t + 64, 128 * b : 128 * b + 128].any():
+            continue
+        column = t - max(128 * b - layout.first, 0) // 64
+        place = b * layout.row - triangle * b * (b - 1) + column
+        assert 0 <= column < layout.row and 0 <= place < layout.of_head
+        assert place not in places
+        places.add(place)
+    if triangle:
+        assert len(places) == layout.of_head
 
 
 # Through the compiler, as a launch would do it.
 
 NEEDS = {
     "fused": ALL,
+    "stored": ALL,
     "queries": only("q"),
     "keys": only("kv"),
     "key": only("k"),
@@ -565,6 +736,7 @@ NEEDS = {
 }
 ROWS = [
     *(("fused", walk) for walk in FUSED),
+    *(("stored", stored.keys) for stored in STORED),
     *((name, getattr(row, name)) for row in SPLITS for name in Split._fields),
 ]
 # Of dK and dV apart only where they do not fit beside each other.
@@ -575,20 +747,28 @@ WALKS = [
 ]
 
 
+def stored_of(walk: Walk) -> Stored:
+    return next(x for x in STORED if x.keys == walk)
+
+
 def compiled(name: str, walk: Walk, starts: Tensor | None = None, **options: Any) -> Compiled:
     """One walk, for a call that needs just that."""
     shapes = ((1, 2, 2048, n) for n in (walk.qk.total, walk.v.total))
     q, v = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
     lse = torch.empty(1, 2, 2048, device="meta")
     row = Split(walk, walk if name == "keys" else None, walk, walk)
-    run = {"scale": 0.1, "programs": 8, "split": row, "fused": walk, **options}
-    run |= {"algorithm": "fused" if name == "fused" else "split", "needs": NEEDS[name]}
+    run = {"scale": 0.1, "programs": 8, "needs": NEEDS[name], **options}
+    kernels = walk if name == "fused" else stored_of(walk) if name == "stored" else row
+    run |= how(kernels)
     launcher = kernel.backward
     if starts is not None:
         q, v, lse = q[0].transpose(0, 1), v[0].transpose(0, 1), lse[0]
         launcher = partial(kernel.backward_packed, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    statistics, found = compile_launches(launcher, q, q, v, Saved(v, lse, v, None), **run)
+    statistics, found, *more = compile_launches(launcher, q, q, v, Saved(v, lse, v, None), **run)
     assert statistics.spills == 0
+    for product in more:
+        assert product.opcodes["HGMMA"] and not product.serialised
+        assert product.spills == 0
     return found
 
 
@@ -597,13 +777,13 @@ def products(walk: Walk) -> int:
     rows = walk.block // 16
     found = walk.qk.total // 16 + walk.second * rows * walk.v.boxes
     found += walk.first * (walk.v.total // 16 + rows * walk.qk.boxes)
-    return found + (walk.consumers * 4 if walk.adds == "consumers" else 0)
+    return found + (walk.consumers * 4 if walk.ds == "consumers" else 0)
 
 
 # What ptxas may keep in local memory, by columns: stores in all, and loads in the loop over tiles.
 # Where consumers make dQ as well, registers are short in the loop.
-MOST_SPILLS = {64: (3, 1), 128: (6, 0), 192: (1, 0), 256: (24, 0)}
-MOST_SPILLS_OF_CONSUMERS = (54, 23)
+MOST_SPILLS = {64: (3, 1), 128: (19, 1), 192: (23, 0), 256: (24, 0)}
+MOST_SPILLS_OF_CONSUMERS = (56, 22)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -612,10 +792,10 @@ def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
     found = compiled(name, walk, right=0 if causal else None)
     for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert found.opcodes[opcode], opcode
-    assert bool(found.opcodes["UTMAREDG"]) == bool(walk.adds)
+    assert bool(found.opcodes["UTMAREDG"]) == (walk.ds in ("role", "consumers"))
     assert not found.serialised and not found.opcodes["PRMT"]
     most, most_in_loop = MOST_SPILLS[walk.qk.total]
-    if walk.adds == "consumers":
+    if walk.ds == "consumers":
         most, most_in_loop = MOST_SPILLS_OF_CONSUMERS
     assert found.spills <= most
     assert found.loop_with(products(walk))["LDL"] <= most_in_loop
@@ -623,10 +803,11 @@ def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
     assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "fused"])
+@pytest.mark.parametrize("name", ["queries", "keys", "fused", "stored"])
 def test_every_option_compiles(name: str) -> None:
     """The emulator takes more than the compiler: layouts of as many warps as there are, say."""
-    walk = FUSED[0] if name == "fused" else getattr(SPLITS[0], name)
+    walks = {"fused": FUSED[0], "stored": STORED[0].keys}
+    walk = walks[name] if name in walks else getattr(SPLITS[0], name)
     meta = torch.device("meta")
     bounds, tiles = (torch.empty(1, n, 2, dtype=torch.int32, device=meta) for n in (2048, 32))
     seed = torch.empty(1, dtype=torch.int64, device=meta)

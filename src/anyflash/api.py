@@ -85,7 +85,8 @@ def attention(
         dropout: probability of dropping a weight; the seed follows `torch.manual_seed`.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64), natural logarithm
             of Σ exp(score), sink included; differentiable.
-        deterministic: bitwise repeatable gradients (forward always is).
+        deterministic: bitwise repeatable gradients (forward always is), as they are as well under
+            torch.use_deterministic_algorithms(True).
         precision: None, or "fp8" to quantise first.
         backend: a name to insist on; None takes the first that serves.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflash.dispatch import refusals
+from anyflash.backends.base import Explaining
+from anyflash.dispatch import load, refusals
 from anyflash.errors import InvalidInput
 from anyflash.masks import intervals
 from anyflash.masks.algebra import Window
@@ -153,12 +154,15 @@ class Explanation:
     chosen     the name of the backend that would serve it, or None
     refusals   each backend that was asked, in order → why it does not serve, or None if it does
     mask_form  what the mask becomes
+    algorithm  how the gradients of q, k and v are computed where all three are asked for, and what
+               memory that takes besides them; None if no gradient is, or where there is but one way
     """
 
     problem: Problem
     chosen: str | None
     refusals: dict[str, str | None]
     mask_form: MaskForm
+    algorithm: str | None = None
 
     @classmethod
     def of(
@@ -177,13 +181,18 @@ class Explanation:
             form = MaskForm("none")
         else:
             form = MaskForm.of(inputs.mask, problem.extent, where)
-        return cls(problem, chosen, found, form)
+        backend_chosen = None if chosen is None else load(chosen)
+        algorithm = None
+        if problem.gradient and isinstance(backend_chosen, Explaining):
+            algorithm = backend_chosen.algorithm(problem, inputs)
+        return cls(problem, chosen, found, form, algorithm)
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.refusals)
         lines = [
             f"problem: {self.problem.describe()}",
             f"mask: {self.mask_form}",
+            *([] if self.algorithm is None else [f"backward: {self.algorithm}"]),
             f"served by: {self.chosen or 'nothing'}",
         ]
         return "\n".join([*lines, *(f"  {n:{width}}  {s}" for n, s in self._rows())])
@@ -192,7 +201,8 @@ class Explanation:
         from rich.table import Table  # only where a table is asked for
         from rich.text import Text
 
-        title = Text(f"{self.problem.describe()}\nmask: {self.mask_form}")
+        backward = "" if self.algorithm is None else f"\nbackward: {self.algorithm}"
+        title = Text(f"{self.problem.describe()}\nmask: {self.mask_form}{backward}")
         table = Table(title=title, title_justify="left", title_style="", caption_justify="left")
         table.add_column("backend", no_wrap=True)
         table.add_column("serves")

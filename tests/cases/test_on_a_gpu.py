@@ -142,12 +142,10 @@ def test_b042_a_batch_of_8300_single_queries() -> None:
     q, k, v, dout = randn(*[(8300, 16, 1, 128)] * 4, dtype=torch.bfloat16, device=CUDA)
     assert_same("out", attend(q, k, v).out, v)
     found = attend(q, k, v, dout)
-    for name, x, expected in (
-        ("dq", found.dq, 0 * q),
-        ("dk", found.dk, 0 * k),
-        ("dv", found.dv, dout),
-    ):
-        assert_same(name, x, expected)
+    assert_same("dv", found.dv, dout)
+    # dP and delta are the same sum of 128 products, in float32 and in different orders.
+    for x in (found.dq, found.dk):
+        assert float(x.abs().max()) < 1e-5
 
 
 def _whole_mask(length: int, dim: int) -> None:

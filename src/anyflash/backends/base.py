@@ -1,4 +1,4 @@
-"""What a backend is: four members, and a fifth where time per call counts."""
+"""What a backend is: four members, and two that it may have besides."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ class Backend(Protocol):
     def backward(self, problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> Gradients:
         """The gradients in `needs` in their tensors' dtypes; the others may be None. A backend
         without one refuses problems with `gradient`, and raises Unsupported here."""
+        ...
+
+
+@runtime_checkable
+class Explaining(Backend, Protocol):
+    """A backend that has several ways to compute gradients."""
+
+    def algorithm(self, problem: Problem, inputs: Inputs) -> str:
+        """One line for people: which of them this problem gets if it asks for the gradients of q, k
+        and v, and how much memory that takes besides its results."""
         ...
 
 

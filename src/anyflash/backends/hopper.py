@@ -137,6 +137,36 @@ def _on(q: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def algorithm(problem: Problem, inputs: Inputs) -> str:
+    """See `Explaining`."""
+    if 0 in (problem.batch, problem.heads, inputs.q.numel(), inputs.k.numel()):
+        return "nothing to compute"
+    from anyflash.kernels.hopper import algorithms, launch
+
+    packed = problem.packed
+    totals = problem.total_queries, problem.total_keys
+    lengths = launch.Lengths(
+        problem.batch, *(totals if packed else (problem.queries, problem.keys)), problem.queries,
+        problem.keys, packed,
+    )  # fmt: skip
+    heads = launch.Heads(
+        problem.heads,
+        problem.heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        torch.device(problem.device),
+    )
+    mask, o = inputs.mask, problem.options
+    window = mask if isinstance(mask, Window) else Window(None, None)
+    bounds = None if mask is None or mask is window else torch.empty(0)
+    options = algorithms.Options(
+        o.scale, window.left, window.right, bounds=bounds, dropout=o.dropout,
+        deterministic=_deterministic(problem),
+    )  # fmt: skip
+    name, size = algorithms.described(options, lengths, heads)
+    return f"{name}, {size / 1e6:,.1f} MB of scratch memory"
+
+
 def prepare(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> Replay | None:
     if _empty(problem, inputs):
         return None
@@ -166,10 +196,19 @@ def _backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs) -> G
     asked = {**_asked(problem, inputs), **_visible(problem, inputs, backward=True)}
     sequences = _sequences(problem, inputs)
     run = launch.backward_packed if sequences else launch.backward
+    asked["deterministic"] = _deterministic(problem)
     found = run(inputs.q, inputs.k, inputs.v, saved, needs=needs, **sequences, **asked)
     if found.sink is None or inputs.sink is None:
         return found
     return found._replace(sink=found.sink.to(inputs.sink.dtype))
+
+
+def _deterministic(problem: Problem) -> bool:
+    """Whether gradients are to be the same bits in each run: for this call, or for all of PyTorch,
+    where that is more than a warning."""
+    everywhere = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return problem.options.deterministic or (everywhere and not warns)
 
 
 def _asked(problem: Problem, inputs: Inputs) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class RowResult:
 
     `refusals` says, for each side that does not serve the row, why. `sustained` is by side. `host`
     holds the host's milliseconds of a call of ours and of FA2's, `first` the first calls of
-    processes, by what they find compiled.
+    processes, by what they find compiled. `picked` is the algorithm that ours is, of backward.
     """
 
     row: Row
@@ -31,6 +31,7 @@ class RowResult:
     sustained: dict[str, Load] = field(default_factory=dict)
     host: Timing | None = None
     first: dict[str, FirstCall] = field(default_factory=dict)
+    picked: str = ""
 
     @property
     def refused(self) -> bool:

@@ -21,9 +21,10 @@ queries it makes dQ; seen from the keys, with KEYS, S, dP and dS are transposed,
 
 with delta = rowsum(dO ∘ O) − dlse and lse in powers of two, both made by `statistics`. A walk from
 the queries and one from the keys are `split`, the backward in seven products: nothing is added up
-in memory, so that it is deterministic. Under ADDS the walk from the keys makes dQ as well: `fused`,
-in five products; see query_gradient.py. S of a tile is started behind dS of the one before, so that
-exponentials need not wait for it.
+in memory, so that it is deterministic. Under DS the walk from the keys gives dS^T away as well, so
+that five products suffice: to whoever adds dQ up in memory, which is `fused`, or into memory, where
+another kernel finds it, which is `stored`; see query_gradient.py and stored.py. S of a tile is
+started behind dS of the one before, so that exponentials need not wait for it.
 
 One warp, the producer, starts all copies from global memory and says of each tile where it lies,
 whether it needs a mask and whether it is the last one; each consumer is a warpgroup with 64 rows.
@@ -66,6 +67,7 @@ from anyflash.kernels.hopper.masking import (
     plan,
     query_range,
     sight,
+    turned,
 )
 from anyflash.kernels.hopper.pipeline import (
     channel,
@@ -101,6 +103,7 @@ from anyflash.kernels.hopper.schedule import (
 )
 from anyflash.kernels.hopper.softmax import logits
 from anyflash.kernels.hopper.statistics import STATISTICS, first_tile
+from anyflash.kernels.hopper.stored import TILE_KEYS, Layout, keep, tile_of
 
 ROWS = gl.constexpr(64)  # of one consumer: as many as one wgmma has
 
@@ -123,7 +126,7 @@ class Channels(NamedTuple):
     other: Any
     other_2: Any
     statistics: Any  # in shared memory: of the queries in `other`'s slots, lse and delta of each
-    ds: Any  # only with ADDS: dS^T of all consumers
+    ds: Any  # only with DS: dS^T of all consumers
 
 
 class Numbers(NamedTuple):
@@ -167,7 +170,8 @@ class Flags(NamedTuple):
     SHARED: Any  # results take the place of X and X' in shared memory
     REGISTERS: Any  # X and X' are multiplied from registers
     EARLY: Any  # S of the next tile is started before dP is waited for
-    ADDS: Any  # who adds dS K to dQ in global memory: nobody "", the "consumers", or a "role"
+    TRIANGLE: Any  # of dS^T that is stored: see stored.py
+    DS: Any  # dS K is added to dQ by the "consumers" or a "role", or dS is "stored"; else ""
 
 
 @gluon.jit
@@ -232,7 +236,6 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     while number < total:
         block = numbered_block(number, total, schedule, packing, BLOCK_OWN, FLAGS)
         draw.give(block_numbers(block, FLAGS), turn)
-        number = next_number(total, counter, FLAGS)
         first, count, tiles, seen = candidates(block, limits, ranges, BLOCK_OWN, BLOCK, FLAGS)
         # Of the other side: all heads that have this key head, or the key head that this one has.
         head = block.head * schedule.group if FLAGS.KEYS else block.head // schedule.group
@@ -255,7 +258,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 slot, phase = place(step, SLOTS)
                 slot_2, phase_2 = place(step, SLOTS_2)
                 last = ((head == end - 1) & (after >= count)).to(gl.int32)
-                if FLAGS.ADDS != "":  # keys beyond the last one must not reach dQ: see `hide`
+                if FLAGS.DS != "":  # keys beyond the last one must not reach dQ: see `hide`
                     masked = gl.where(block.row + BLOCK_OWN > block.queries, 1, masked)
                 at = corner(block, head, tile * BLOCK, FLAGS.PACKED, False)
                 at_2 = at
@@ -296,6 +299,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 j = after
                 masked = its
             head += 1
+        number = next_number(total, counter, FLAGS)
         turn += 1
     draw.give(block_numbers(Block(0, 0, END, 0, 0, 0, 0), FLAGS), turn)
 
@@ -304,7 +308,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 def hide(s, tile, rows, block, limits, FLAGS: gl.constexpr):
     """−inf where a score of a tile does not exist."""
     BLOCK: gl.constexpr = s.shape[1]
-    if FLAGS.ADDS != "":  # 2^(0 − lse) may be infinite, and times a zero row of K it is NaN in dQ
+    if FLAGS.DS != "":  # 2^(0 − lse) may be infinite, and times a zero row of K it is NaN in dQ
         s = gl.where(rows[:, None] < block.queries, s, -float("inf"))
     if FLAGS.KEYS and FLAGS.INTERVALS > 0:
         return mask_columns(s, tile * BLOCK, rows, block, limits, FLAGS)
@@ -360,7 +364,7 @@ def zeros(COUNT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def release_own(own, own_2, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     """X and X' are read: my rows, and of K, where consumers make dQ, all of them."""
-    if FLAGS.ADDS == "consumers":
+    if FLAGS.DS == "consumers":
         for w in gl.static_range(CONSUMERS):
             own.release(w)
     else:
@@ -455,14 +459,14 @@ def consumer(
                 if FLAGS.KEYS:  # no sooner, since registers are scarce
                     delta = statistics.index(slot * 2 + 1).reshape([BLOCK]).load(s_columns)[None, :]
                 ds = gradient_of_scores(p, kept, dp, delta, s, numbers, FLAGS).to(dtype)
-                if FLAGS.ADDS == "consumers":
+                if FLAGS.DS == "consumers":
                     ds_slot, ds_phase = place(step, DS_SLOTS)
                     shared_ds.acquire(ds_slot, ds_phase)  # waits until all consumers have read it
                     give(ds, shared_ds, ds_slot, WHO, CONSUMERS)
                     shared_ds.wait(ds_slot, ds_phase)  # for the other consumer's
                     dq = gradient_of_queries(shared_ds, ds_slot, own, WHO, CONSUMERS, a_layout)
                 a = accumulate(gl.convert_layout(ds, operand), other, slot, a)
-            if FLAGS.ADDS == "consumers":
+            if FLAGS.DS == "consumers":
                 dq = warpgroup_mma_wait(PANELS, [dq])
                 shared_ds.release(ds_slot)
                 at = where_queries_are(note, head, block, heads, BLOCK, FLAGS)
@@ -470,7 +474,13 @@ def consumer(
             if not FLAGS.EARLY:
                 other.wait(ahead, ahead_phase)
                 s_next = multiply(x, other, ahead, s_zero)
-            if FLAGS.ADDS == "role":  # under the products
+            if FLAGS.DS == "stored":  # under the products
+                head -= block.batch * heads.heads
+                number = tile_of(turned(block), head, row, tile * BLOCK, adding.layout, FLAGS)
+                at = (number * TILE_KEYS + WHO * ROWS, 0)
+                ds_slot = step % DS_SLOTS
+                keep(ds, shared_ds.tiles, ds_slot, adding.desc, at, WHO, CONSUMERS, DS_SLOTS)
+            if FLAGS.DS == "role":  # under the products
                 ds_slot, ds_phase = place(step, DS_SLOTS)
                 shared_ds.acquire(ds_slot, ds_phase)  # waits until the adder has read it
                 if WHO == 0:
@@ -484,7 +494,7 @@ def consumer(
             if FLAGS.SECOND:
                 other_2.release(slot_2)
             step += 1
-        if FLAGS.ADDS != "" and FLAGS.SHARED:
+        if (FLAGS.DS == "role" or FLAGS.DS == "consumers") and FLAGS.SHARED:
             # Whoever makes dQ of my last dS has read K, which dK is about to overwrite.
             ds_slot, ds_phase = place(step - 1, DS_SLOTS)
             shared_ds.acquire(ds_slot, ds_phase ^ 1)
@@ -530,6 +540,9 @@ RUNTIME_NUMBERS = [
     "k_rows",
     "v_rows",
     "threshold",
+    "head_tiles",
+    "row_tiles",
+    "row_first",
     "batch",
     "heads",
     "group",
@@ -540,12 +553,17 @@ RUNTIME_NUMBERS = [
 ]
 
 
-@gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
+# Of a part of a batch, see launch_stored.py, masks begin anywhere.
+POINTERS = ["bounds_ptr", "ranges_ptr", "ends_ptr"]
+
+
+@gluon.jit(do_not_specialize=RUNTIME_NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def backward_kernel(
-    own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc, dq_desc,
-    statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, ends_ptr, counter, numbers, packing,
+    own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc,
+    away_desc, statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, ends_ptr, counter, numbers,
+    packing,
     own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, threshold,
-    batch, heads, group, query_heads, query_tiles, section, total,
+    head_tiles, row_tiles, row_first, batch, heads, group, query_heads, query_tiles, section, total,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, DS_SLOTS: gl.constexpr,
     FLAGS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -554,8 +572,8 @@ def backward_kernel(
         own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc
     )
     # K is read by its consumer, and by whoever makes dQ.
-    WHOLE: gl.constexpr = FLAGS.ADDS == "consumers"
-    READERS: gl.constexpr = CONSUMERS if WHOLE else (2 if FLAGS.ADDS == "role" else 1)
+    WHOLE: gl.constexpr = FLAGS.DS == "consumers"
+    READERS: gl.constexpr = CONSUMERS if WHOLE else (2 if FLAGS.DS == "role" else 1)
     BLOCK: gl.constexpr = other_desc.block_type.shape[len(other_desc.block_type.shape) - 2]
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], own_desc.dtype)
     own = channel(descs.own, CONSUMERS, READERS, FLAGS.PANELS[0])
@@ -570,15 +588,18 @@ def backward_kernel(
         layout: gl.constexpr = descs.statistics.layout
         statistics = gl.allocate_shared_memory(gl.float32, room, layout)
     ds = own
-    adding = Adding(dq_desc, own.tiles, own.tiles)
-    if FLAGS.ADDS != "":
+    layout_of_ds = Layout(query_heads, head_tiles, row_tiles, row_first)
+    adding = Adding(away_desc, own.tiles, own.tiles, layout_of_ds, numbers.scale)
+    if FLAGS.DS != "":
         tiles = gl.allocate_shared_memory(
             own_desc.dtype, [DS_SLOTS * CONSUMERS, ROWS, BLOCK], ds_layout
         )
         ds = ring(tiles, DS_SLOTS, CONSUMERS, CONSUMERS if WHOLE else 1, 1)
-        shape: gl.constexpr = [CONSUMERS if WHOLE else PLACES] + dq_desc.block_type.shape  # noqa: RUF005
-        places = gl.allocate_shared_memory(gl.float32, shape, dq_desc.layout)
-        adding = Adding(dq_desc, places, room_for_numbers(DS_SLOTS * NOTE))
+    if FLAGS.DS == "role" or FLAGS.DS == "consumers":
+        shape: gl.constexpr = [CONSUMERS if WHOLE else PLACES] + away_desc.block_type.shape  # noqa: RUF005
+        places = gl.allocate_shared_memory(gl.float32, shape, away_desc.layout)
+        notes_of_ds = room_for_numbers(DS_SLOTS * NOTE)
+        adding = Adding(away_desc, places, notes_of_ds, layout_of_ds, numbers.scale)
     channels = Channels(own, own_2, other, other_2, statistics, ds)
     outs = own.tiles
     outs_2 = own_2.tiles
@@ -596,7 +617,7 @@ def backward_kernel(
                 descs.out_2.layout,
             )
     notes = room_for_numbers(SLOTS * NOTE)
-    draw = tickets(CONSUMERS + 1 if FLAGS.ADDS == "role" else CONSUMERS)
+    draw = tickets(CONSUMERS + 1 if FLAGS.DS == "role" else CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
     work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles))
@@ -607,7 +628,7 @@ def backward_kernel(
     dropout = Dropout(seed_ptr, threshold)
     results = (outs, outs_2, statistics_ptr, numbers, dropout, lengths)
     # fmt: off
-    if FLAGS.ADDS == "role":
+    if FLAGS.DS == "role":
         gl.warp_specialize([
             (consumer, (work, results, adding, 0, CONSUMERS, FLAGS)),
             (consumer, (work, results, adding, 1, CONSUMERS, FLAGS)),

@@ -183,7 +183,6 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         block = numbered_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
-        number = next_number(total, counter, FLAGS)
         for j in range(tiles.masked + tiles.clear):
             tile = nth_tile(j, tiles, FLAGS)
             slot, phase = place(step, SLOTS)
@@ -202,6 +201,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                     q.fill(descs.q, place_q, w, turn & 1)
             v.fill(descs.v, place_v, slot, phase)
             step += 1
+        number = next_number(total, counter, FLAGS)
         turn += 1
     end = Block(0, 0, END, 0, 0, 0, 0)
     draw.give(block_numbers(end, FLAGS) + tile_numbers(Tiles(0, 0, 0, 0, 0, 0), FLAGS), turn)

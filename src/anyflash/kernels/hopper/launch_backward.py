@@ -8,56 +8,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflash.kernels.hopper import launch
-from anyflash.kernels.hopper.backward import Flags, Numbers, backward_kernel
+from anyflash.kernels.hopper import launch, launch_stored
+from anyflash.kernels.hopper.algorithms import (
+    ALL,
+    Call,
+    Options,
+    chosen,
+    is_triangle,
+    programs_of,
+    tiles_of,
+)
+from anyflash.kernels.hopper.backward import ROWS, Flags, Numbers, backward_kernel
 from anyflash.kernels.hopper.launch import SCALES, Heads, Lengths, Starts
-from anyflash.kernels.hopper.launcher import Kernel
+from anyflash.kernels.hopper.launcher import Kernel, Operand
 from anyflash.kernels.hopper.operands import (
     KEPT,
     describe,
     describe_ragged,
     describe_rows,
+    describe_tiles,
     in_place,
 )
 from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.statistics import STATISTICS, statistics_kernel
 from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
-from anyflash.kernels.hopper.tiles import (
-    STATISTICS_ROWS,
-    WIDTHS,
-    Split,
-    Walk,
-    choose_fused,
-    choose_split,
-)
+from anyflash.kernels.hopper.stored import Layout
+from anyflash.kernels.hopper.tiles import WIDTHS
+from anyflash.kernels.hopper.tiles_backward import STATISTICS_ROWS, Split, Stored, Walk
 from anyflash.problem import Gradients, Needs, Saved
 from anyflash.rng import keep_threshold
 
 BACKWARD = Kernel(backward_kernel)
 ROW_STATISTICS = Kernel(statistics_kernel)
-
-
-class Options(NamedTuple):
-    """What a call asks for besides its tensors; see `backward`."""
-
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    softcap: float = 0.0
-    bounds: Tensor | None = None
-    query_tiles: Tensor | None = None
-    sink: Tensor | None = None
-    dropout: float = 0.0
-    seed: Tensor | None = None
-    algorithm: str = "split"
-    split: Split | None = None
-    fused: Walk | None = None
-    section: int | None = None
-    programs: int | None = None
-
-
-ALGORITHMS = ("split", "fused")
-ALL = Needs(q=True, k=True, v=True, bias=False, sink=False)
 
 
 def backward(
@@ -73,21 +55,23 @@ def backward(
         needs: which gradients are asked for; the others cost nothing. Not `bias`.
         query_tiles: with `bounds`, int32 (1 or B, ⌈Sk / 64⌉, 2): the query tiles [first, last) of
             64 rows that may see some of 64 keys.
-        algorithm: "split", or "fused", which adds dQ up in memory, in an order that is another one
-            in each run; heads of more than 128 columns, and calls that do not ask for dq, dk and
-            dv, are always split.
-        split, fused: None chooses from the table.
+        algorithm: "split"; "fused", which adds dQ up in memory, in an order that is another one in
+            each run; "stored", which keeps dS in memory. What the latter two do not serve (see
+            `algorithms.chosen`) is split. None chooses the fastest.
+        deterministic: among those whose results are bitwise the same in each run.
+        split, fused, stored: None chooses from the table.
+        scratch: bytes that "stored" may have for dS.
 
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype, with heads inside of the sequence in memory;
         dsink (Hq,), float32. Products are accumulated in float32, weights and dS rounded to q's
-        dtype for the products that they enter. Split, bitwise the same in each run. Rows that see
-        nothing, and keys that nobody sees, have 0.
+        dtype for the products that they enter. Rows that see nothing, and keys that nobody sees,
+        have 0.
 
     Weights are 2^(score · log2 e − lse): of scores beyond 2^20 they have lost digits, as lse has,
     and beyond 2^30 all of them. What forward says of values that a row does not see holds for dq by
-    "split"; for dk, dv and all of "fused", what lies beyond the keys of a sequence, or beyond the
-    last key that any of its queries sees, has no effect.
+    "split"; for dk, dv and all of the others, what lies beyond the keys of a sequence, or beyond
+    the last key that any of its queries sees, has no effect.
     """
     return _launch(q, k, v, saved, needs, None, launch.dense_lengths(q, k), Options(**options))
 
@@ -102,6 +86,7 @@ def backward_packed(
     Args:
         saved: out (total_q, Hq, Dv), lse (Hq, total_q) and so on.
         query_tiles: (1, ⌈total_k / 64⌉, 2), of rows of all sequences.
+        max_seqlen_q: as for forward; "stored", if it is asked for, is wrong if it is too small.
 
     Returns:
         dq, dk, dv; unused keys have 0.
@@ -124,38 +109,55 @@ def _launch(
         return Gradients(dq, dk, dv, None, dsink)
     dout = in_place(saved.dout)
     statistics = _statistics(saved, dout, starts, lengths)
-    dsink = None if sink is None else _sink_gradient(sink, statistics, _tiles(lengths))
+    dsink = None if sink is None else _sink_gradient(sink, statistics, tiles_of(lengths))
     q, k, v = in_place(q), in_place(k), in_place(v)
     o = _with_intervals(o, lengths)
     ends = None if o.bounds is None else _ends(o.bounds, starts, lengths)
     call = Call(lengths, starts, o, statistics, ends, q.shape[1], k.shape[1])
-    from_queries, from_keys = (q, dout, k, v), (k, v, q, dout)
-    for walk, makes in _walks(o, q.shape[-1], v.shape[-1], needs):
-        if makes == "q":
-            _walk(call, walk, False, from_queries, dq, None)
+    heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.device)
+    _, kernels = chosen(o, lengths, heads, needs)
+    tensors, found = (q, k, v, dout), (dq, dk, dv)
+    if isinstance(kernels, Split):
+        _split(call, kernels, tensors, found)
+    elif dq is not None and dk is not None and dv is not None:  # or it would have been split
+        if isinstance(kernels, Stored):
+            _stored(call, kernels, tensors, (dq, dk, dv))
         else:
-            sums = None
-            if "q" in makes and dq is not None:
-                sums = _gradient(q, starts, torch.float32)
-            _walk(call, walk, True, from_keys, dk, dv, sums)
-            if sums is not None:
-                torch.mul(sums, o.scale, out=dq)
+            sums = _gradient(q, starts, torch.float32)
+            _walk(call, kernels, True, (k, v, q, dout), dk, dv, sums)
+            dq.copy_(sums)
     return Gradients(dq, dk, dv, None, dsink)
 
 
-def _walks(o: Options, columns: int, columns_v: int, needs: Needs) -> list[tuple[Walk, str]]:
-    """In order, each with the gradients that it makes."""
-    if o.algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm {o.algorithm!r}: {' or '.join(map(repr, ALGORITHMS))}")
-    fused = o.fused or choose_fused(columns, columns_v)
-    if o.algorithm == "fused" and fused is not None and needs.q and needs.k and needs.v:
-        return [(fused, "qkv")]
-    split = o.split or choose_split(columns, columns_v)
-    found = [(split.queries, "q")] if needs.q else []
-    if needs.k and needs.v and split.keys is not None:
-        return [*found, (split.keys, "kv")]
-    found += [(split.key, "k")] if needs.k else []
-    return found + ([(split.value, "v")] if needs.v else [])
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dout; or X, X', Y, Y'
+
+
+def _split(call: Call, kernels: Split, tensors: Four, found: tuple[Tensor | None, ...]) -> None:
+    (q, k, v, dout), (dq, dk, dv) = tensors, found
+    of_keys = (k, v, q, dout)
+    if dq is not None:
+        _walk(call, kernels.queries, False, (q, dout, k, v), dq, None)
+    if dk is not None and dv is not None and kernels.keys is not None:
+        _walk(call, kernels.keys, True, of_keys, dk, dv)
+        return
+    if dk is not None:
+        _walk(call, kernels.key, True, of_keys, dk, None)
+    if dv is not None:
+        _walk(call, kernels.value, True, of_keys, None, dv)
+
+
+def _stored(
+    call: Call, kernels: Stored, tensors: Four, found: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    (q, k, v, dout), (dq, dk, dv), walk = tensors, found, kernels.keys
+    for part in launch_stored.parts(call, q.dtype):
+        own_q, own_dout, own_dq = part.of_queries(q, dout, dq)
+        own_k, own_v, own_dk, own_dv = part.of_keys(k, v, dk, dv)
+        own, second = (own_k, own_v, own_q, own_dout), own_dv if walk.second else None
+        _walk(part.call, walk, True, own, own_dk, second, part.scores, part.layout)
+        launch_stored.query_gradient(part, kernels, own_k, own_dq)
+    if kernels.value is not None:
+        _walk(call, kernels.value, True, (k, v, q, dout), None, dv)
 
 
 def _gradient(x: Tensor, starts: Starts | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -180,18 +182,6 @@ def _of_sinks_alone(sink: Tensor, dlse: Tensor | None) -> Tensor:
     if dlse is None:
         return torch.zeros_like(sink)
     return dlse.float().movedim(-2, 0).flatten(1).sum(1)
-
-
-class Call(NamedTuple):
-    """What all launches of a call have in common."""
-
-    lengths: Lengths
-    starts: Starts | None
-    options: Options
-    statistics: Tensor
-    ends: Tensor | None  # of keys that are seen, under bounds
-    heads: int
-    heads_kv: int
 
 
 class Plan(NamedTuple):
@@ -227,16 +217,16 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
     else:
         blocks = lengths.batch * -(-own // walk.block_own)
     total = blocks * own_heads
-    programs = o.programs
-    if programs is None:
-        programs = torch.cuda.get_device_properties(heads.device).multi_processor_count
+    programs = programs_of(o, heads.device)
     flags = Flags(
         KEYS=of_keys, FIRST=walk.first, SECOND=walk.second, LEFT=left is not None,
         RIGHT=right is not None, INTERVALS=o.bounds or 0,
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1],
         SOFTCAP=o.softcap != 0, DROPOUT=o.dropout != 0, PACKED=lengths.packed,
         DYNAMIC=total > programs, PANELS=(walk.qk.boxes, walk.v.boxes), SHARED=walk.shared_out,
-        REGISTERS=walk.own_registers, EARLY=walk.early, ADDS=walk.adds,
+        REGISTERS=walk.own_registers, EARLY=walk.early,
+        TRIANGLE=walk.ds == "stored" and is_triangle(lengths, o.left, o.right),
+        DS=walk.ds,
     )  # fmt: skip
     numbers = Numbers(
         LOG2E.value * (1.0 if flags.SCALED else o.scale), float(o.scale), float(o.softcap),
@@ -263,11 +253,12 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
 
 
 def _walk(
-    call: Call, walk: Walk, of_keys: bool, tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    first: Tensor | None, second: Tensor | None, sums: Tensor | None = None,
+    call: Call, walk: Walk, of_keys: bool, tensors: Four,
+    first: Tensor | None, second: Tensor | None, away: Tensor | None = None,
+    layout: Layout | None = None,
 ) -> None:  # fmt: skip
-    """Make `first` and `second`, dQ or dK and dV, from X, X', Y, Y': see backward.py. dQ is added
-    to `sums`."""
+    """Make `first` and `second`, dQ or dK and dV, from X, X', Y, Y': see backward.py. In `away` dQ
+    is added up, or dS^T stored in that layout."""
     own, own_2, other, other_2 = tensors
     lengths, o, statistics = call.lengths, call.options, call.statistics
     bounds, query_tiles, seed = o.bounds, o.query_tiles, o.seed
@@ -276,6 +267,7 @@ def _walk(
     marks = {
         "bounds": None if bounds is None else bounds.shape[2],
         "query_tiles": None, "seed": None, "sink": None, "split": None, "fused": None,
+        "stored": None,
     }  # fmt: skip
     plan = _plan(lengths, heads, o._replace(**marks), walk, of_keys)
     packing = None
@@ -284,7 +276,7 @@ def _walk(
     counter = statistics
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=device)
-    rows, qk, v = 64, walk.qk.width, walk.v.width
+    rows, qk, v = ROWS.value, walk.qk.width, walk.v.width
     own_operands = describe(own, rows, qk), describe(own_2, rows, v)
     others, apart = (describe(other, walk.block, qk), describe(other_2, walk.block, v)), (0, 0)
     if bounds is not None and call.starts is None:  # of K and V, wherever they are
@@ -299,30 +291,29 @@ def _walk(
         own_operands[0] if first is None else describe(first, rows, qk),
         own_operands[1] if second is None else describe(second, rows, v),
         describe_rows(statistics, STATISTICS.value),
-        own_operands[0] if sums is None else describe(sums, walk.block, qk), statistics,
+        own_operands[0] if away is None else _describe_away(away, walk), statistics,
         *(statistics if x is None else x for x in (seed, bounds, query_tiles, call.ends)),
         counter, plan.numbers, packing,
         plan.own_length, plan.other_length, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries,
         0 if query_tiles is None or query_tiles.shape[0] == 1 else query_tiles.shape[1],
         *apart, threshold - (threshold >> 31 << 32),  # its bits as an int32
-        lengths.batch, plan.heads, plan.group, call.heads, _tiles(lengths), plan.section,
-        plan.total,
+        *((0, 0, 0) if layout is None else layout[1:]), lengths.batch, plan.heads, plan.group,
+        call.heads, tiles_of(lengths), plan.section, plan.total,
     )  # fmt: skip
     BACKWARD(plan.programs, args, plan.constants, maxnreg=walk.registers[0])
 
 
-def _tiles(lengths: Lengths) -> int:
-    """Of statistics, in a head."""
-    if lengths.packed:
-        return lengths.queries // STATISTICS.value + lengths.batch
-    return -(-lengths.queries // STATISTICS.value)
+def _describe_away(away: Tensor, walk: Walk) -> Operand:
+    if walk.ds == "stored":
+        return describe_tiles(away, ROWS.value)
+    return describe(away, walk.block, walk.qk.width)
 
 
 def _statistics(saved: Saved, dout: Tensor, starts: Starts | None, lengths: Lengths) -> Tensor:
     """What backward has to know of each row: see statistics.py. Tiles between packed sequences
     stay 0: the one tile that is looked at of a sequence without queries is among them."""
-    out, dlse, tiles, heads = in_place(saved.out), saved.dlse, _tiles(lengths), saved.out.shape[1]
+    out, dlse, tiles, heads = in_place(saved.out), saved.dlse, tiles_of(lengths), saved.out.shape[1]
     rows = heads * (1 if lengths.packed else lengths.batch)
     make = torch.zeros if lengths.packed else torch.empty
     found = make((rows * tiles, 2 * STATISTICS.value), dtype=torch.float32, device=out.device)

@@ -72,6 +72,18 @@ def describe_rows(x: Tensor, columns: int) -> Operand:
     return Operand(x, _rows(x.shape, columns))
 
 
+def describe_tiles(x: Tensor, rows: int) -> Operand:
+    """A contiguous tensor of 16 bits (n, columns), in boxes of `rows` whole rows."""
+    return Operand(x, _tiles(x.shape, x.dtype, rows))
+
+
+@lru_cache(maxsize=KEPT)
+def _tiles(shape: Sizes, dtype: torch.dtype, rows: int) -> View:
+    boxed = [rows, shape[1]]
+    layout = gl.NVMMASharedLayout.get_default_for(boxed, DTYPES[dtype])  # pyright: ignore[reportCallIssue]
+    return View(tuple(shape), (shape[1], 1), box(dtype, tuple(boxed), layout))
+
+
 @lru_cache(maxsize=KEPT)
 def _rows(shape: Sizes, columns: int) -> View:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

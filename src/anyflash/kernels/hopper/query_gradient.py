@@ -26,11 +26,13 @@ NOTE = gl.constexpr(2)  # numbers that the producer says of a tile
 
 
 class Adding(NamedTuple):
-    """What dQ is made with, under ADDS."""
+    """What dQ is made with, under DS."""
 
-    desc: Any  # over its float32 sums, boxes of BLOCK rows
+    desc: Any  # over its float32 sums, boxes of BLOCK rows; or over dS^T that is stored
     places: Any  # in shared memory, from where they are added
     notes: Any  # of each slot of dS
+    layout: Any  # of dS^T that is stored
+    scale: Any  # of what is added
 
 
 PLACES = gl.constexpr(2)  # of a role that makes dQ
@@ -64,7 +66,7 @@ def add(dq, adding, place, at, COLUMN: gl.constexpr, MINE: gl.constexpr):
     once no more than MINE − 1 are on their way."""
     tma.store_wait(MINE - 1)
     barrier()  # only threads that have issued one have waited
-    matrix(adding.places.index(place)).store(dq)
+    matrix(adding.places.index(place)).store(dq * adding.scale)
     fence_async_shared()  # TMA reads it, through another proxy
     barrier()  # all threads have stored what some of them hand to TMA
     async_atomic_add(adding.desc, at + (COLUMN,), adding.places.index(place))  # noqa: RUF005

@@ -126,7 +126,9 @@ def numbered_block(
 
 @gluon.jit
 def next_number(total, counter, FLAGS: gl.constexpr):
-    """Of the block that a program does next; `total` if there is none."""
+    """Of the block that a program does next; `total` if there is none. To be drawn when the last
+    tile of a block is on its way: drawn when the block begins, it is one of a program that may be
+    the last to come to it (two heads of 16 K queries, causal, 256 blocks: 0.7 of the speed)."""
     if FLAGS.DYNAMIC:
         return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
     else:

@@ -8,16 +8,22 @@ from typing import Any, NamedTuple
 from anyflash.bench.hopper.backward.peers import Contest, Maker, launched, timed, user
 from anyflash.bench.hopper.backward.rows import backward
 from anyflash.bench.hopper.rows import Inputs, Row, square
-from anyflash.kernels.hopper.tiles import Walk, choose_fused, choose_split
+from anyflash.kernels.hopper.tiles_backward import (
+    Walk,
+    choose_fused,
+    choose_split,
+    choose_stored,
+)
 
 LENGTHS = (4096, 16384)
 
 
 class Variant(NamedTuple):
-    """What is changed in a walk that the tables choose: that of `fused`, or one of `split`."""
+    """What is changed in a walk that the tables choose: that of `fused`, that from the keys of
+    `stored`, or one of `split`; or, of `stored`, how much memory it has."""
 
     name: str
-    walk: str  # "fused", "queries", "keys", "key" or "value"
+    walk: str  # "fused", "stored", "queries", "keys", "key" or "value"
     changes: dict[str, Any]
 
 
@@ -28,31 +34,34 @@ VARIANTS_OF = {
         Variant("fused, S early, X from shared memory", "fused",
                 {"early": True, "own_registers": False}),
         Variant("fused, X from shared memory", "fused", {"own_registers": False}),
-        Variant("fused, two slots", "fused", {"slots": 2, "slots_2": 2}),
+        Variant("fused, three slots", "fused", {"slots": 3, "slots_2": 3}),
         Variant("fused, results in X's place", "fused", {"shared_out": True}),
         Variant("fused, one slot of dS", "fused", {"ds_slots": 1}),
         Variant("split", "queries", {}),
         Variant("queries, 128 keys a tile", "queries", {"block": 128, "slots": 2, "slots_2": 2}),
-        Variant("queries, S early", "queries", {"early": True}),
         Variant("queries, X from shared memory", "queries", {"own_registers": False}),
-        Variant("keys, S early", "keys", {"early": True}),
         Variant("keys, X from shared memory", "keys", {"own_registers": False}),
-        Variant("keys, results apart", "keys", {"shared_out": False}),
+        Variant("keys, results in X's place", "keys", {"shared_out": True}),
+        Variant("stored", "stored", {}),
+        Variant("stored, two slots of Q and dO", "stored", {"slots": 2, "slots_2": 2}),
     ),
     (128, 128): (
         Variant("fused", "fused", {}),
-        Variant("fused, two slots of dS", "fused", {"ds_slots": 2}),
+        Variant("fused, one slot of dS", "fused", {"ds_slots": 1}),
         Variant("fused, one slot of dO", "fused", {"slots_2": 1}),
         Variant("fused, S early", "fused", {"early": True}),
         Variant("split", "queries", {}),
-        Variant("queries, 128 keys a tile", "queries", {"block": 128}),
-        Variant("queries, three slots", "queries", {"slots": 3, "slots_2": 3}),
-        Variant("queries, three slots, X in registers", "queries",
-                {"slots": 3, "slots_2": 3, "own_registers": True}),
-        Variant("queries, S early", "queries", {"early": True}),
+        Variant("queries, 128 keys a tile", "queries",
+                {"block": 128, "slots": 2, "slots_2": 2, "own_registers": False}),
+        Variant("queries, two slots, X from shared memory", "queries",
+                {"slots": 2, "slots_2": 2, "own_registers": False}),
         Variant("keys, S early", "keys", {"early": True}),
-        Variant("keys, three slots", "keys", {"slots": 3, "slots_2": 3}),
-        Variant("keys, results apart", "keys", {"shared_out": False}),
+        Variant("keys, results in X's place", "keys", {"shared_out": True}),
+        Variant("stored", "stored", {}),
+        Variant("stored, results in X's place, three of dS", "stored",
+                {"shared_out": True, "ds_slots": 3}),
+        Variant("stored, 256 MiB", "stored", {"scratch": 2**28}),
+        Variant("stored, 4 GiB", "stored", {"scratch": 2**32}),
     ),
     (256, 256): (
         Variant("split", "queries", {}),
@@ -78,11 +87,15 @@ def options(row: Row, variant: Variant) -> dict[str, Any]:
     """Of the launcher. Raises ValueError or TypeError for a walk that there is not."""
     columns = row.head_dim, row.head_dim_v
     name, walk, changes = variant
-    if walk == "fused":
-        base = choose_fused(*columns)
+    if walk in ("fused", "stored"):
+        base = choose_fused(*columns) if walk == "fused" else choose_stored(*columns)
         if base is None:
-            raise ValueError(f"{name}: no walk of fused for heads of {columns} columns")
-        return {"algorithm": "fused", "fused": replace(base, **changes)}
+            raise ValueError(f"{name}: no walk of {walk} for heads of {columns} columns")
+        if isinstance(base, Walk):
+            return {"algorithm": walk, walk: replace(base, **changes)}
+        of_all = {"scratch": changes["scratch"]} if "scratch" in changes else {}
+        keys = replace(base.keys, **{n: x for n, x in changes.items() if n not in of_all})
+        return {"algorithm": walk, walk: replace(base, keys=keys), **of_all}
     split = choose_split(*columns)
     chosen: Walk | None = getattr(split, walk)
     if chosen is None:

@@ -17,10 +17,9 @@ from torch.nn.attention import SDPBackend
 from anyflash.bench.hopper import peers
 from anyflash.bench.hopper.backward.rows import ALGORITHMS
 from anyflash.bench.hopper.peers import BACKEND
-from anyflash.bench.hopper.rows import CUDNN, FA2, STEP, Inputs
+from anyflash.bench.hopper.rows import CUDNN, FA2, STEP, Inputs, Row
 from anyflash.calls import Arguments
 from anyflash.errors import Unsupported
-from anyflash.kernels.hopper.tiles import choose_fused
 from anyflash.masks import causal, window
 from anyflash.ops import attention_backward, attention_forward
 from anyflash.problem import Saved
@@ -30,8 +29,6 @@ Run = Callable[[], Gradients]
 Maker = Callable[[Inputs], Run]
 
 NEEDS = [True, True, True, False, False]  # gradients of q, k, v, and not of bias and sink
-# Algorithms that do not serve all heads: D and Dv → a kernel's tile, or None.
-CHOICES: dict[str, Callable[[int, int], Any]] = {"fused": choose_fused}
 aten = torch.ops.aten
 
 
@@ -82,16 +79,35 @@ def arguments(inputs: Inputs) -> Arguments:
 
 def algorithm(name: str) -> Callable[[Inputs], Passes]:
     """One algorithm of the backward kernels, by name, after the forward that users get. Raises
-    Unsupported for heads that its launcher would give to another one."""
+    Unsupported where its launcher would take another one."""
 
     def side(inputs: Inputs) -> Passes:
-        columns = inputs.row.head_dim, inputs.row.head_dim_v
-        if name in CHOICES and CHOICES[name](*columns) is None:
-            why = f"it has no kernel for heads of {columns[0]} and {columns[1]} columns"
+        if (chosen := picked(inputs, name)) != name:
+            why = f"it does not do this row: {chosen} would, in its place"
             raise Unsupported(f"the algorithm {name!r}", {name: why})
         return Passes(user(inputs).forward, lambda saved: launched(inputs, saved, algorithm=name))
 
     return side
+
+
+def picked(inputs: Inputs, algorithm: str | None = None) -> str:
+    """The algorithm that the launcher takes, if this one is asked for, or left to choose."""
+    from anyflash.kernels.hopper import algorithms, launch  # loads Triton
+
+    row, q, k = inputs.row, inputs.q, inputs.k
+    if inputs.offsets is None:
+        lengths = launch.dense_lengths(q, k)
+    else:
+        starts, longest = (inputs.offsets, inputs.offsets, None), max(row.lengths)
+        _, lengths = launch.packed_lengths(q, k, starts, longest, longest)
+    heads = launch.Heads(row.heads, row.heads_kv, row.head_dim, row.head_dim_v, q.device)
+    options = algorithms.Options(1.0, *window_of(row), algorithm=algorithm)
+    return algorithms.chosen(options, lengths, heads)[0]
+
+
+def window_of(row: Row) -> tuple[int | None, int | None]:
+    """Keys that a query sees before and after its own position."""
+    return row.window, 0 if row.causal or row.window is not None else None
 
 
 def launched(inputs: Inputs, saved: tuple[Tensor, Tensor], **options: Any) -> Gradients:
@@ -99,10 +115,8 @@ def launched(inputs: Inputs, saved: tuple[Tensor, Tensor], **options: Any) -> Gr
     from anyflash.kernels.hopper import launch_backward as launch  # loads Triton
 
     row, q, k, v = inputs.row, inputs.q, inputs.k, inputs.v
-    masked = row.causal or row.window is not None
-    asked = {
-        "scale": row.head_dim**-0.5, "left": row.window, "right": 0 if masked else None, **options,
-    }  # fmt: skip
+    left, right = window_of(row)
+    asked = {"scale": row.head_dim**-0.5, "left": left, "right": right, **options}
     results = Saved(*saved, inputs.dout, None)
     if inputs.offsets is None:
         found = launch.backward(q, k, v, results, **asked)
@@ -174,3 +188,4 @@ class Contest:
         default_factory=lambda: {name: timed(algorithm(name)) for name in ALGORITHMS}
     )
     others: Mapping[str, Maker] = field(default_factory=lambda: OTHERS)
+    picked: Callable[[Inputs], str] = picked  # by ours

@@ -48,7 +48,7 @@ def tables(results: Sequence[RowResult]) -> list[tuple[str, Table]]:
     usual = [r for r in results if r.row.name not in ablations.NAMES]
     return [
         ("Bars and goals", demand_table(lines(results))),
-        ("Burst", render.burst_table(usual, SIDES)),
+        ("Burst", burst_table(usual)),
         ("Sustained", sustained_table(usual)),
         ("Variants of the kernels, burst", variant_table(results)),
         ("What does not serve", refusal_table(results)),
@@ -69,11 +69,19 @@ def summary_tables(results: Sequence[RowResult]) -> list[Table]:
     return [table for table in whole if table[1]]
 
 
+def burst_table(results: Sequence[RowResult]) -> Table:
+    head, rows = render.burst_table(results, SIDES)
+    cells = zip(rows, results, strict=True)
+    return [*head, "anyflash is"], [[*row, r.picked or NOTHING] for row, r in cells]
+
+
 def rate_table(results: Iterable[RowResult]) -> Table:
     """The rates of all sides in a burst."""
-    head = ["burst, TFLOP/s", *SIDES]
+    head = ["burst, TFLOP/s", *SIDES, "anyflash is"]
     return head, [
-        [r.row.name, *(number_cell(r.tflops(side)) for side in SIDES)] for r in results if r.burst
+        [r.row.name, *(number_cell(r.tflops(side)) for side in SIDES), r.picked or NOTHING]
+        for r in results
+        if r.burst
     ]
 
 

@@ -10,7 +10,7 @@ from anyflash.bench.hopper.rows import BACKWARD, STEP, Row, square
 
 # The algorithms of the backward kernels, by the name that their launcher takes: each is a side of
 # its own. Of these, DETERMINISTIC ones give the same bits in each run.
-ALGORITHMS = ("fused", "split")
+ALGORITHMS = ("fused", "split", "stored")
 DETERMINISTIC = ("split", "stored")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -91,7 +91,13 @@ def _run(
     trials.refusals |= failed
     timed = Check(row.name, tuple(error for error in trials.errors if error.passed))
     return measure(
-        trials.result(row), sides, settings, tools, on_round, check=timed, heavy=heavy(row)
+        replace(trials.result(row), picked=contest.picked(inputs)),
+        sides,
+        settings,
+        tools,
+        on_round,
+        check=timed,
+        heavy=heavy(row),
     )
 
 
