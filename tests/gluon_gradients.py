@@ -20,7 +20,7 @@ from anyflash.kernels.hopper.tiles_backward import Split, Stored, Walk, split_of
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_mutants import Result
 from gluon_subjects import bounds_of, in_intervals, in_window, inputs, seed_of
-from hopper_cases import query_tiles_of
+from hopper_cases import how, query_tiles_of
 from plain import Seen, Terms
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
@@ -53,15 +53,6 @@ STORES_PANELS = Stored(
     ),
     PANELS.value, slots=1, consumers=2, registers=(168, 240, 24),
 )  # fmt: skip
-
-
-def how(kernels: Split | Walk | Stored) -> dict[str, Any]:
-    """The options of a call that is to use them."""
-    if isinstance(kernels, Walk):
-        return {"algorithm": "fused", "fused": kernels}
-    if isinstance(kernels, Stored):
-        return {"algorithm": "stored", "stored": kernels}
-    return {"algorithm": "split", "split": kernels}
 
 
 def gradients(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import plain
+from anyflash.kernels.hopper.tiles_backward import Split, Stored, Walk
 
 
 class Problem(Protocol):
@@ -98,3 +99,12 @@ def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:
     tiles = tiles.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).any(4).any(2)
     first, last = tiles.int().argmax(1), tiles.shape[1] - tiles.flip(1).int().argmax(1)
     return (torch.stack([first, last], -1) * tiles.any(1)[..., None]).int()
+
+
+def how(kernels: Split | Walk | Stored | None) -> dict[str, Any]:
+    """The options of a call that is to use them; None is the table's split."""
+    if isinstance(kernels, Walk):
+        return {"algorithm": "fused", "fused": kernels}
+    if isinstance(kernels, Stored):
+        return {"algorithm": "stored", "stored": kernels}
+    return {"algorithm": "split", "split": kernels}

@@ -34,7 +34,7 @@ from anyflash.kernels.hopper.tiles_backward import (
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
-from hopper_cases import INTERVALS, bounds_of, query_tiles_of, seen_by, seen_in, tensors
+from hopper_cases import INTERVALS, bounds_of, how, query_tiles_of, seen_by, seen_in, tensors
 from plain import Terms, assert_close, assert_same
 
 
@@ -80,15 +80,6 @@ STORES_APART = Stored(
     Walk(*(Columns(32, 3), Columns(32, 2)), block=64, slots=2, slots_2=1, ds="stored"),
     PANELS_APART.value, slots=2, consumers=2, registers=(168, 240, 24),
 )  # fmt: skip
-
-
-def how(kernels: Split | Walk | Stored | None) -> dict[str, Any]:
-    """The options of a call that is to use them."""
-    if isinstance(kernels, Walk):
-        return {"algorithm": "fused", "fused": kernels}
-    if isinstance(kernels, Stored):
-        return {"algorithm": "stored", "stored": kernels}
-    return {"algorithm": "split", "split": kernels}
 
 
 KINDS = ["split", "role", "consumers", "stored"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from anyflash.kernels.hopper.launch import Heads, Lengths, Starts
+from anyflash.kernels.hopper.launch import Heads, Lengths, Starts, programs_of, within
 from anyflash.kernels.hopper.operands import KEPT
 from anyflash.kernels.hopper.statistics import STATISTICS
 from anyflash.kernels.hopper.stored import ROWS, TILE_KEYS, Layout
@@ -107,12 +106,6 @@ def tiles_of(lengths: Lengths) -> int:
     return -(-lengths.queries // STATISTICS.value)
 
 
-def programs_of(o: Options, device: torch.device) -> int:
-    if o.programs is not None:
-        return o.programs
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 # stored: dS of all heads would be too much, so that a call is done in parts.
 
 
@@ -127,8 +120,7 @@ def layout_of(lengths: Lengths, heads: int, left: int | None, right: int | None)
         return Layout(heads, rows * (row - rows + 1), row, 0)
     if lengths.packed or left is None or right is None:  # all queries, from the first on
         return Layout(heads, rows * row, row, 2**30)
-    most = lengths.queries + lengths.keys  # no window reaches further
-    left, right = max(-most, min(left, most)), max(-most, min(right, most))
+    left, right = within(lengths, left, right)
     reach = max(0, TILE_KEYS.value + left + right)
     row = min(row, reach // ROWS.value + 2)
     return Layout(heads, rows * row, row, right + lengths.keys - lengths.queries)
@@ -173,4 +165,4 @@ def serves(lengths: Lengths, heads: Heads, o: Options) -> bool:
     number = -(-lengths.batch // elements) * -(-heads.heads_kv // most)
     blocks = -(-lengths.keys // TILE_KEYS.value) * lengths.batch * heads.heads_kv / number
     alike = o.bounds is None and (o.left is None) == (o.right is None)
-    return number == 1 or blocks >= (1.9 if alike else 2.5) * programs_of(o, heads.device)
+    return number == 1 or blocks >= (1.9 if alike else 2.5) * programs_of(o.programs, heads.device)

@@ -166,14 +166,9 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
     if share > _most_shared(heads, o) or share & (share - 1):
         raise ValueError(f"share: {share} heads of {heads}, dropout {o.dropout}")
     block_q = tile.block_q // share
-    if lengths.packed:  # how many there are only the device knows
-        blocks = lengths.queries // block_q + lengths.batch
-    else:
-        blocks = lengths.batch * -(-lengths.queries // block_q)
+    blocks = blocks_of(lengths, lengths.queries, block_q)
     total = blocks * (heads.heads // share)
-    programs = o.programs
-    if programs is None:
-        programs = torch.cuda.get_device_properties(heads.device).multi_processor_count
+    programs = programs_of(o.programs, heads.device)
     flags = Flags(
         LEFT=o.left is not None, RIGHT=o.right is not None, INTERVALS=o.bounds or 0,
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1], SOFTCAP=o.softcap != 0,
@@ -186,9 +181,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
         slope, float(o.scale), float(o.softcap), power=2.0 ** math.ceil(math.log2(slope)),
         kept=0.0 if o.dropout >= 1 else 1 / (1 - o.dropout),
     )  # fmt: skip
-    # Any window reaches no further than all rows and keys: positions stay within 32 bits.
-    reach = lengths.queries + lengths.keys
-    left, right = (max(-reach, min(n or 0, reach)) for n in (o.left, o.right))
+    left, right = within(lengths, o.left, o.right)
     _, consumer, producer = tile.registers
     constants = {
         "CONSUMERS": tile.consumers, "KV_SLOTS": tile.kv_slots, "FLAGS": flags,
@@ -200,6 +193,29 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
         lengths, tile, share, blocks, total, section, programs, flags, numbers, left, right,
         constants,
     )  # fmt: skip
+
+
+def blocks_of(lengths: Lengths, rows: int, block: int) -> int:
+    """Of one head, of the side that has so many rows; packed, where only the device knows how many
+    there are, at most."""
+    if lengths.packed:
+        return rows // block + lengths.batch
+    return lengths.batch * -(-rows // block)
+
+
+def within(lengths: Lengths, left: int | None, right: int | None) -> tuple[int, int]:
+    """A window's sides as the kernels take them. None reaches further than all rows and keys:
+    positions stay within 32 bits."""
+    reach = lengths.queries + lengths.keys
+    left, right = (max(-reach, min(n or 0, reach)) for n in (left, right))
+    return left, right
+
+
+def programs_of(asked: int | None, device: torch.device) -> int:
+    """How many run side by side: one for each multiprocessor, if nothing else is asked for."""
+    if asked is not None:
+        return asked
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _share(lengths: Lengths, heads: Heads, o: Options, block_q: int) -> int:

@@ -15,7 +15,6 @@ from anyflash.kernels.hopper.algorithms import (
     Options,
     chosen,
     is_triangle,
-    programs_of,
     tiles_of,
 )
 from anyflash.kernels.hopper.backward import ROWS, Flags, Numbers, backward_kernel
@@ -212,12 +211,8 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
     if of_keys:  # a window looks the same from there, with its sides exchanged
         own, other, longest_other = other, own, lengths.longest_q
         left, right, own_heads = right, left, heads.heads_kv
-    if lengths.packed:  # how many there are only the device knows
-        blocks = own // walk.block_own + lengths.batch
-    else:
-        blocks = lengths.batch * -(-own // walk.block_own)
-    total = blocks * own_heads
-    programs = programs_of(o, heads.device)
+    total = launch.blocks_of(lengths, own, walk.block_own) * own_heads
+    programs = launch.programs_of(o.programs, heads.device)
     flags = Flags(
         KEYS=of_keys, FIRST=walk.first, SECOND=walk.second, LEFT=left is not None,
         RIGHT=right is not None, INTERVALS=o.bounds or 0,
@@ -232,9 +227,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
         LOG2E.value * (1.0 if flags.SCALED else o.scale), float(o.scale), float(o.softcap),
         kept=0.0 if o.dropout >= 1 else 1 / (1 - o.dropout),
     )  # fmt: skip
-    # Any window reaches no further than all rows and keys: positions stay within 32 bits.
-    reach = lengths.queries + lengths.keys
-    left, right = (max(-reach, min(n or 0, reach)) for n in (left, right))
+    left, right = launch.within(lengths, left, right)
     _, consumer, producer, adder = walk.registers
     constants = {
         "CONSUMERS": walk.consumers, "SLOTS": walk.slots, "SLOTS_2": walk.slots_2,

@@ -20,7 +20,6 @@ from anyflash.kernels.hopper.algorithms import (
     bytes_of,
     is_triangle,
     layout_of,
-    programs_of,
     shares,
 )
 from anyflash.kernels.hopper.launch import Heads, Lengths
@@ -113,20 +112,14 @@ class Plan(NamedTuple):
 def _plan(lengths: Lengths, heads: Heads, o: Options, stored: Stored) -> Plan:
     """`o` is without tensors, but for how many `bounds` there are of a row."""
     rows = ROWS.value * stored.consumers
-    if lengths.packed:  # how many there are only the device knows
-        blocks = lengths.queries // rows + lengths.batch
-    else:
-        blocks = lengths.batch * -(-lengths.queries // rows)
-    total = blocks * heads.heads
-    programs = programs_of(o, heads.device)
+    total = launch.blocks_of(lengths, lengths.queries, rows) * heads.heads
+    programs = launch.programs_of(o.programs, heads.device)
     flags = Flags(
         LEFT=o.left is not None, RIGHT=o.right is not None, INTERVALS=o.bounds or 0,
         PACKED=lengths.packed, DYNAMIC=total > programs,
         TRIANGLE=is_triangle(lengths, o.left, o.right), PANELS=stored.keys.qk.boxes,
     )  # fmt: skip
-    # Any window reaches no further than all rows and keys: positions stay within 32 bits.
-    reach = lengths.queries + lengths.keys
-    left, right = (max(-reach, min(n or 0, reach)) for n in (o.left, o.right))
+    left, right = launch.within(lengths, o.left, o.right)
     _, consumer, producer = stored.registers
     constants = {
         "CONSUMERS": stored.consumers, "SLOTS": stored.slots, "FLAGS": flags,

@@ -90,15 +90,8 @@ def _run(
     sides, failed = tools.sides(trials.right, runs, settings.seconds)
     trials.refusals |= failed
     timed = Check(row.name, tuple(error for error in trials.errors if error.passed))
-    return measure(
-        replace(trials.result(row), picked=contest.picked(inputs)),
-        sides,
-        settings,
-        tools,
-        on_round,
-        check=timed,
-        heavy=heavy(row),
-    )
+    result = replace(trials.result(row), picked=contest.picked(inputs))
+    return measure(result, sides, settings, tools, on_round, check=timed, heavy=heavy(row))
 
 
 def heavy(row: Row) -> set[str]:
