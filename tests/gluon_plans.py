@@ -38,13 +38,15 @@ class Plan:
     intervals: int = 0  # if not 0, so many of each row, at random
     rows: int = 128  # of a block
     block_kv: int = 64
+    whole: int | None = None  # if given, blocks are of so many rows, and the tiles those of a part
 
     def __call__(self, module: ModuleType) -> list[Result]:
         bounds, exact = self.bounds, self.exact
         found = torch.full_like(exact, -1, dtype=torch.int32)
         plan_kernel()[(self.blocks,)](
             found, found if bounds is None else bounds, found.shape[1], self.queries, self.keys,
-            self.left or 0, self.right or 0, ROWS=self.rows, BLOCK_KV=self.block_kv,
+            self.left or 0, self.right or 0, ROWS=self.whole or self.rows, PART=self.rows,
+            BLOCK_KV=self.block_kv,
             FLAGS=MaskFlags(self.left is not None, self.right is not None, self.intervals),
             num_warps=1,
         )  # fmt: skip
@@ -101,8 +103,8 @@ class Plan:
         return [[(max(p - left, 0), min(p + right + 1, self.keys)) for p in at]]
 
     def numbers(self, block: int) -> list[int]:
-        """One past the last key that any row sees, how many tiles there are, how many of them are
-        masked, then they, then −1."""
+        """One past the last key that any row sees, but for a part −1; how many tiles there are;
+        then they, from the last one down, doubled and one more where a mask is needed; then −1."""
         end, clear_keys = 0, range(0)
         taken: set[int] = set()
         for pairs in self.of_rows(block):
@@ -115,11 +117,11 @@ class Plan:
             clear_keys = max(clear_keys, common, key=len)
         taken = taken or {(self.keys - 1) // self.block_kv}
         clear = {tile for tile in taken if self.keys_of(tile) <= set(clear_keys)}
-        if taken == clear:
-            clear.remove(max(clear))
-        order = sorted(taken - clear, reverse=True) + sorted(clear, reverse=True)
+        clear.discard(max(taken))
+        order = [2 * tile + (tile not in clear) for tile in sorted(taken, reverse=True)]
         room = 2 * (-(-self.keys // self.block_kv) + 1)
-        return [end, len(order), len(taken - clear), *order, *[-1] * (room - len(order))]
+        end = end if self.whole is None else -1
+        return [end, len(order), *order, *[-1] * (room - len(order))]
 
     def keys_of(self, tile: int) -> set[int]:
         return set(range(tile * self.block_kv, (tile + 1) * self.block_kv))
@@ -130,22 +132,29 @@ def plan_kernel() -> Any:
     masking = importlib.import_module("anyflash.kernels.hopper.masking")
     schedule = importlib.import_module("anyflash.kernels.hopper.schedule")
     Block, Limits = schedule.Block, masking.Limits
-    plan, nth_tile = masking.plan, masking.nth_tile
+    plan, own_tiles, nth_tile = masking.plan, masking.own_tiles, masking.nth_tile
+    needs_mask = masking.needs_mask
 
     @gluon.jit
     def kernel(
-        out, bounds, width, queries, keys, left, right, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr,
-        FLAGS: gl.constexpr,
+        out, bounds, width, queries, keys, left, right, ROWS: gl.constexpr, PART: gl.constexpr,
+        BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr,
     ):  # fmt: skip
         zero = queries * 0
-        block = Block(zero, zero, gl.program_id(0) * ROWS, queries, keys, zero, zero)
-        tiles, end = plan(block, Limits(left, right, bounds, zero, zero), ROWS, BLOCK_KV, FLAGS)
+        row = gl.program_id(0) * PART
+        block = Block(zero, zero, row // ROWS * ROWS, queries, keys, zero, zero)
+        limits = Limits(left, right, bounds, zero, zero)
+        tiles, end = plan(block, limits, ROWS, BLOCK_KV, FLAGS)
+        begin = 0
+        if PART != ROWS:
+            tiles, begin = own_tiles(tiles, block, row, limits, PART, BLOCK_KV, FLAGS)
+            end = -1
         out += gl.program_id(0) * width
         gl.store(out, end)
-        gl.store(out + 1, tiles.masked + tiles.clear)
-        gl.store(out + 2, tiles.masked)
-        for j in range(tiles.masked + tiles.clear):
-            gl.store(out + 3 + j, nth_tile(j, tiles, FLAGS))
+        gl.store(out + 1, tiles.count - begin)
+        for j in range(begin, tiles.count):
+            masked = needs_mask(j, tiles, FLAGS)
+            gl.store(out + 2 + j - begin, 2 * nth_tile(j, tiles, FLAGS) + masked.to(gl.int32))
 
     return kernel
 

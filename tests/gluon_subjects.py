@@ -124,6 +124,8 @@ INTERVALS: dict[str, Callable[[Tensor, int], Pairs]] = {
     # Tiles between that nobody sees, below the longer interval and above it.
     "first keys": lambda i, keys: [(0 * i, i % 3), (170 + i, 400 + i // 4)],
     "last keys": lambda i, keys: [(i // 64, 190 + i // 3), (keys - 60 + i // 9, keys - i % 2)],
+    # Every fourth row sees nothing, the others all keys but the first ones.
+    "to the end": lambda i, keys: [(10 + (i % 4 == 0) * (keys - 10), keys + 0 * i)],
     # Of a block of 128 keys, a tile sees the first or the last; later keys are seen by nobody.
     "edges": lambda i, keys: [(0 * i + 127 * (i >= 64), 129 + 0 * i)],
     # The later a row, the earlier its keys.

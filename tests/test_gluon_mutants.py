@@ -86,6 +86,8 @@ SUBJECTS = {
             Plan(640, 1024, left=319, right=191),
             Plan(640, 1024, left=318, right=190),
             Plan(200, 128),
+            Plan(640, 1024, left=319, right=191, rows=64, whole=192),
+            Plan(640, 1024, left=318, right=190, rows=64, whole=192),
             # The second block sees one key of its first tile.
             Hopper((1, 1, 1, 200, 200), REGISTERS, programs=1, left=65, right=70),
             # A block each. The first full tile ends one key after what the first row sees.
@@ -95,13 +97,17 @@ SUBJECTS = {
             # One row of the second consumer does not see the first key of a tile.
             Hopper((1, 1, 1, 200, 200), left=62, scale=0.0),
             # Nothing is seen at all: the window ends before it begins; no intervals are given.
-            Hopper((1, 1, 1, 70, 200), left=-100, right=0),
-            Hopper((1, 1, 1, 70, 200), intervals=("nothing",)),
+            Hopper((1, 1, 1, 200, 200), THREE, left=-100, right=0),
             # Columns of Q and K, or of V, as boxes side by side.
             Hopper((1, 2, 1, 100, 137), PANELS, (96, 50), programs=1, right=0),
             Hopper((1, 1, 1, 140, 137), PANELS_OF_V, (64, 96), programs=1, sink=(1.0,)),
             # Scores that grow from tile to tile by more than a weight may, in some of the rows.
-            Hopper((1, 1, 1, 190, 260), THREE_TURNS, scale=1.0),
+            Hopper((1, 1, 1, 190, 390), THREE_TURNS, scale=3.0),
+            # Consumers that take turns, and pass over tiles at either end.
+            Hopper((1, 1, 1, 190, 260), THREE_TURNS, left=60, right=0),
+            # Tiles that need a mask apart, and none but those.
+            Hopper((1, 1, 1, 140, 128), THREE, left=20),
+            Hopper((1, 1, 1, 70, 200), THREE, intervals=("nothing",)),
             Hopper((1, 1, 1, 70, 200), PANELS_OF_V, (64, 96), scale=3.0),
             # Scores beyond which the exponent's slope is a power of two.
             Hopper((1, 1, 1, 70, 130), scale=1e8, dtype=torch.bfloat16),
@@ -120,6 +126,7 @@ SUBJECTS = {
             ),
             Hopper((2, 1, 1, 100, 470), intervals=("first keys",)),
             Hopper((2, 1, 1, 140, 470), THREE, intervals=("last keys", "first keys")),
+            Hopper((1, 1, 1, 70, 192), THREE, intervals=("to the end",)),
             Hopper(
                 (2, 4, 2, 100, 128), TURNS, section=3, softcap=2.0, share=1, dtype=torch.bfloat16
             ),

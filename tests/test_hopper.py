@@ -489,12 +489,12 @@ def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:
         ((1, 16, 16384, 128), {"causal": True}, "stored, 813.7 MB of scratch memory"),
     ],
 )
-@pytest.mark.usefixtures("card")
 def test_the_algorithm_is_explained(
-    shape: tuple[int, ...], more: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    card: Gluon, shape: tuple[int, ...], more: dict[str, Any], expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(dispatch, "probe", lambda device: HOPPER)
-    x = torch.empty((), dtype=torch.bfloat16, requires_grad=True).expand(shape)
+    x = torch.empty((), dtype=torch.bfloat16, device=card.device, requires_grad=True).expand(shape)
     explained = af.explain(x, x, x, **more)
     assert explained.chosen == "hopper" and explained.algorithm == expected
     assert f"backward: {expected}" in str(explained)

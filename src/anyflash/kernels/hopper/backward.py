@@ -63,6 +63,7 @@ from anyflash.kernels.hopper.masking import (
     Tiles,
     mask_columns,
     mask_scores,
+    needs_mask,
     nth_tile,
     plan,
     query_range,
@@ -192,14 +193,15 @@ def candidates(block, limits, ranges, BLOCK_OWN: gl.constexpr, BLOCK: gl.constex
         return first, count, Tiles(0, 0, 0, 0, 0, 0), seen
     else:
         tiles, seen = plan(block, limits, BLOCK_OWN, BLOCK, FLAGS)
-        return 0, tiles.masked + tiles.clear, tiles, seen
+        return 0, tiles.count, tiles, seen
 
 
 @gluon.jit
 def seek(j, first, count, tiles, block, limits, BLOCK_OWN: gl.constexpr, BLOCK: gl.constexpr,
          FLAGS: gl.constexpr):  # fmt: skip
-    """The next candidate from the j-th on that sees the block, or `count`, and whether it needs a
-    mask."""
+    """The next candidate from the j-th on that sees the block, or `count`; and, of intervals seen
+    from the keys, whether it needs a mask, of which others are asked when they are loaded: one
+    register less from tile to tile, of the producer's 24."""
     if FLAGS.KEYS and FLAGS.INTERVALS > 0:
         seen = sight(block, first + j, limits, BLOCK_OWN, BLOCK, FLAGS)
         while (j < count) & (seen == 0):
@@ -207,7 +209,7 @@ def seek(j, first, count, tiles, block, limits, BLOCK_OWN: gl.constexpr, BLOCK: 
             seen = sight(block, first + j, limits, BLOCK_OWN, BLOCK, FLAGS)
         return j, (seen < 2).to(gl.int32)
     else:
-        return j, (j < tiles.masked).to(gl.int32)
+        return j, gl.to_tensor(0)
 
 
 @gluon.jit
@@ -255,6 +257,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                     tile = first + j
                 else:
                     tile = nth_tile(j, tiles, FLAGS)
+                    masked = needs_mask(j, tiles, FLAGS).to(gl.int32)
                 slot, phase = place(step, SLOTS)
                 slot_2, phase_2 = place(step, SLOTS_2)
                 last = ((head == end - 1) & (after >= count)).to(gl.int32)

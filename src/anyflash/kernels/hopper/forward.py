@@ -53,10 +53,10 @@ from anyflash.kernels.hopper.dropout import Dropout, drop
 from anyflash.kernels.hopper.masking import (
     Limits,
     Tiles,
-    clear_tile,
     mask_scores,
-    masked_tile,
+    needs_mask,
     nth_tile,
+    own_tiles,
     plan,
 )
 from anyflash.kernels.hopper.pipeline import channel, matrix, place
@@ -183,7 +183,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         block = numbered_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
         tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
-        for j in range(tiles.masked + tiles.clear):
+        for j in range(tiles.count):
             tile = nth_tile(j, tiles, FLAGS)
             slot, phase = place(step, SLOTS)
             head_kv = block.head // schedule.group
@@ -245,14 +245,9 @@ def walk(
         finished = finish((s,) + started)  # noqa: RUF005
         s = finished[0]
         o = finished[1:]
-        if not FLAGS.APART:
-            tile = nth_tile(j, tiles, FLAGS)
-        elif MASKED:
-            tile = masked_tile(j, tiles, FLAGS)
-        else:
-            tile = clear_tile(j, tiles)
+        tile = nth_tile(j, tiles, FLAGS)
         s = logits(s, job.numbers, FLAGS)
-        if MASKED if FLAGS.APART else j < tiles.masked:
+        if MASKED if FLAGS.APART else needs_mask(j, tiles, FLAGS):
             s = mask_scores(s, tile * BLOCK_KV, job.rows, job.block, job.limits, FLAGS)
         # Not before that branch: here their barriers hide among the exponentials.
         k.release(slot)
@@ -266,6 +261,22 @@ def walk(
             sums *= gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None]
         sums += part
     return p, o, shift, sums, step
+
+
+@gluon.jit
+def skip(k, v, step, count, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
+    """Passes over tiles of the block of which none of my rows sees anything."""
+    SLOTS: gl.constexpr = k.full.type.shape[0]
+    for _ in range(count):
+        slot, phase = place(step, SLOTS)
+        k.wait(slot, phase)
+        v.wait(slot, phase)
+        take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me passes it
+        take_turns(FLAGS.PINGPONG, "arrive", (WHO + 1) % CONSUMERS)  # the one after me waits
+        k.release(slot)
+        v.release(slot)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -294,13 +305,16 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
     ticket = draw.take(turn, COUNT)
     block = read_block(ticket, queries, keys, FLAGS)
     while block.row != END:
-        tiles = read_tiles(ticket, FLAGS)
         row = block.row + WHO * POSITIONS
+        all_tiles = read_tiles(ticket, FLAGS)
+        tiles, begin = own_tiles(all_tiles, block, row, limits, POSITIONS, BLOCK_KV, FLAGS)
         rows = row + mine % POSITIONS
         row_heads = block.head * FLAGS.HEADS + mine // POSITIONS
         head = block.batch * heads + block.head  # without HEADS, as under DROPOUT
         job = Job(block, row, rows, head, limits, numbers, dropout)
 
+        if FLAGS.RIGHT:
+            step = skip(k, v, step, begin, WHO, CONSUMERS, FLAGS)
         q.wait(WHO, turn & 1)
         q_tile = ()
         for n in gl.static_range(q.PANELS):
@@ -317,7 +331,7 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
         nothing = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        first = masked_tile(0, tiles, FLAGS)
+        first = nth_tile(begin, tiles, FLAGS)
         s = logits(s, numbers, FLAGS)
         s = mask_scores(s, first * BLOCK_KV, rows, block, limits, FLAGS)
         p, sums, shift, _ = weigh_anew(s, nothing, numbers)
@@ -327,12 +341,18 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
             o = o + (gl.zeros([ROWS, WIDTH], gl.float32, o_layout),)  # noqa: RUF005
 
         state = (p, o, shift, sums, step)
-        end = tiles.masked + tiles.clear
-        begin = 1
+        begin += 1
+        end = tiles.count
         if FLAGS.APART:
-            begin = tiles.masked
-            state = walk(sources, job, tiles, state, 1, begin, True, WHO, CONSUMERS, FLAGS)
+            end = tiles.clear_begin
+            state = walk(sources, job, tiles, state, begin, end, True, WHO, CONSUMERS, FLAGS)
+            begin = end
+            end = tiles.clear_end
         state = walk(sources, job, tiles, state, begin, end, False, WHO, CONSUMERS, FLAGS)
+        if FLAGS.APART and (FLAGS.LEFT or FLAGS.INTERVALS > 0):
+            begin = end
+            end = tiles.count
+            state = walk(sources, job, tiles, state, begin, end, True, WHO, CONSUMERS, FLAGS)
         p, o, shift, sums, step = state
         if not FLAGS.SHARED:
             q.release(WHO)
@@ -341,6 +361,8 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         v.wait(slot, phase)
         o = finish(accumulate(unpack(p, dtype, p_layout), v, slot, o))
         v.release(slot)
+        if FLAGS.LEFT:
+            step = skip(k, v, step, all_tiles.count - end, WHO, CONSUMERS, FLAGS)
 
         row_max = shift * (numbers.scale_log2 / slope(shift, numbers))
         total_sum = gl.convert_layout(gl.sum(sums, 1), s_rows)

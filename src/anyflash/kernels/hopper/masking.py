@@ -45,13 +45,12 @@ class Ranges(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The key tiles of a block, in the order in which it takes them: first those that need a mask,
-    from the last one down, but for the gap and the clear ones; then the clear ones, likewise."""
+    """The key tiles of a block, which takes them from the last one down, but for the gap."""
 
     last: Any  # one past the last tile
-    masked: Any  # how many need a mask; at least 1
-    clear_end: Any  # one past the last tile of which all rows see all keys
-    clear: Any  # how many there are
+    count: Any  # how many there are; at least 1
+    clear_begin: Any  # from this one, at least 1, to `clear_end`, all rows see all keys of a tile:
+    clear_end: Any  # these need no mask
     gap_end: Any  # one past the last tile between two intervals, which no row sees
     gap: Any  # how many there are; only under two INTERVALS
 
@@ -94,10 +93,44 @@ def plan(block, limits, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.co
     end = gl.minimum(gl.maximum(gl.maximum(clear_high, 0) // BLOCK_KV, first), last)
     begin = gl.minimum(gl.maximum((clear_low + BLOCK_KV - 1) // BLOCK_KV, first), end)
     gap = gap_end - gap_begin
-    none_masked = last - first - gap == end - begin
-    end -= none_masked.to(gl.int32)
-    tiles = Tiles(last, last - first - gap - (end - begin), end, end - begin, gap_end, gap)
+    clear = end - begin
+    end = gl.where(clear == 0, first, end)  # all of them come before
+    all_clear_above = (end == last).to(gl.int32)
+    end -= all_clear_above
+    clear -= all_clear_above
+    above = last - end - gl.where(gap_end > end, gap, 0)
+    tiles = Tiles(last, last - first - gap, above, above + clear, gap_end, gap)
     return tiles, gl.maximum(high, 0)
+
+
+@gluon.jit
+def with_row(block, row):
+    """The block with another first row."""
+    return Block(
+        block.batch, block.head, row, block.queries, block.keys, block.q_start, block.k_start
+    )
+
+
+@gluon.jit
+def own_tiles(
+    tiles, block, row, limits, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr
+):  # fmt: skip
+    """(tiles, begin): of the block's tiles, numbered as before, those that ROWS of its rows need,
+    from `row` on: from `begin` to `tiles.count`. In a window of 1024 keys that is 17 of 20 tiles of
+    64 for each 64 of 192 rows. Under INTERVALS all."""
+    if FLAGS.INTERVALS > 0 or not (FLAGS.LEFT or FLAGS.RIGHT):
+        return tiles, 0
+    else:
+        mine, _ = plan(with_row(block, row), limits, ROWS, BLOCK_KV, FLAGS)
+        before = tiles.last - mine.last
+        # Rows that see nothing have a tile that need not be one of the block's.
+        begin = gl.minimum(gl.maximum(before, 0), tiles.count - 1)
+        end = tiles.count
+        if FLAGS.LEFT:
+            end = gl.maximum(gl.minimum(before + mine.count, end), begin + 1)
+        clear_begin = gl.minimum(gl.maximum(before + mine.clear_begin, begin + 1), end)
+        clear_end = gl.minimum(gl.maximum(before + mine.clear_end, begin + 1), end)
+        return Tiles(tiles.last, end, clear_begin, clear_end, 0, 0), begin
 
 
 @gluon.jit
@@ -128,31 +161,21 @@ def interval(block, limits, rows, exists, INTERVAL: gl.constexpr, FLAGS: gl.cons
 
 
 @gluon.jit
-def masked_tile(j, tiles, FLAGS: gl.constexpr):
-    """The j-th of the tiles that need a mask."""
-    tile = tiles.last - 1 - j
-    upper = tiles.clear_end
-    if FLAGS.INTERVALS > 1:
-        # The clear tiles and the gap are two holes: count past the upper one first.
-        clear_above = tiles.clear_end > tiles.gap_end
-        upper = gl.maximum(tiles.clear_end, tiles.gap_end)
-        tile -= gl.where(tile < upper, gl.where(clear_above, tiles.clear, tiles.gap), 0)
-        lower = gl.minimum(tiles.clear_end, tiles.gap_end)
-        return tile - gl.where(tile < lower, gl.where(clear_above, tiles.gap, tiles.clear), 0)
-    else:
-        return tile - gl.where(tile < upper, tiles.clear, 0)
-
-
-@gluon.jit
-def clear_tile(j, tiles):
-    """The j-th of all tiles, which comes after the masked ones."""
-    return tiles.clear_end - 1 - (j - tiles.masked)
-
-
-@gluon.jit
 def nth_tile(j, tiles, FLAGS: gl.constexpr):
-    """The j-th of all tiles."""
-    return gl.where(j < tiles.masked, masked_tile(j, tiles, FLAGS), clear_tile(j, tiles))
+    """The j-th tile, from 0 on."""
+    tile = tiles.last - 1 - j
+    if FLAGS.INTERVALS > 1:
+        tile -= gl.where(tile < tiles.gap_end, tiles.gap, 0)
+    return tile
+
+
+@gluon.jit
+def needs_mask(j, tiles, FLAGS: gl.constexpr):
+    """Whether the j-th tile does."""
+    masked = j < tiles.clear_begin
+    if FLAGS.LEFT or FLAGS.INTERVALS > 0:  # else there is nothing to hide below the clear ones
+        masked = masked | (j >= tiles.clear_end)
+    return masked
 
 
 @gluon.jit

@@ -190,7 +190,7 @@ def read_block(numbers, queries, keys, FLAGS: gl.constexpr):
 @gluon.jit
 def tile_numbers(tiles, FLAGS: gl.constexpr):
     """What readers have to be told of the block's tiles."""
-    numbers = (tiles.last, tiles.masked, tiles.clear_end, tiles.clear)
+    numbers = (tiles.last, tiles.count, tiles.clear_begin, tiles.clear_end)
     if FLAGS.INTERVALS > 1:
         numbers = numbers + (tiles.gap_end, tiles.gap)  # noqa: RUF005
     return numbers

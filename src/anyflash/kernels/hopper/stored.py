@@ -145,7 +145,7 @@ def read_scores(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         tiles, seen = plan(block, limits, CONSUMERS * ROWS, BLOCK, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
         head = block.head // schedule.group
-        for j in range(tiles.masked + tiles.clear):
+        for j in range(tiles.count):
             key = nth_tile(j, tiles, FLAGS) * BLOCK
             slot, phase = place(step, SLOTS)
             k.acquire(slot, phase)
@@ -191,7 +191,7 @@ def multiply_scores(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, F
         for _n in gl.static_range(PANELS):
             dq = dq + (gl.zeros([ROWS, WIDTH], gl.float32, layout),)  # noqa: RUF005
         tiles = read_tiles(numbers, FLAGS)
-        for _j in range(tiles.masked + tiles.clear):
+        for _j in range(tiles.count):
             slot, phase = place(step, SLOTS)
             k.wait(slot, phase)  # for K and dS
             of_keys = ds.index(slot * CONSUMERS + WHO).permute((1, 0))
