@@ -103,8 +103,6 @@ SUBJECTS = {
             Hopper((1, 1, 1, 140, 137), PANELS_OF_V, (64, 96), programs=1, sink=(1.0,)),
             # Scores that grow from tile to tile by more than a weight may, in some of the rows.
             Hopper((1, 1, 1, 190, 390), THREE_TURNS, scale=3.0),
-            # Consumers that take turns, and pass over tiles at either end.
-            Hopper((1, 1, 1, 190, 260), THREE_TURNS, left=60, right=0),
             # Tiles that need a mask apart, and none but those.
             Hopper((1, 1, 1, 140, 128), THREE, left=20),
             Hopper((1, 1, 1, 70, 200), THREE, intervals=("nothing",)),
