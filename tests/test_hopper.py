@@ -486,7 +486,7 @@ def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:
         ((2, 4, 4096, 256), {}, "split, 0.3 MB of scratch memory"),
         ((2, 4, 0, 128), {}, "nothing to compute"),
         ((0, 4, 64, 128), {}, "nothing to compute"),
-        ((1, 16, 16384, 128), {"causal": True}, "stored, 813.7 MB of scratch memory"),
+        ((1, 16, 16384, 128), {"causal": True}, "stored, 1,084.2 MB of scratch memory"),
     ],
 )
 def test_the_algorithm_is_explained(

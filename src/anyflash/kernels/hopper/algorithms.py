@@ -22,8 +22,9 @@ from anyflash.kernels.hopper.tiles_backward import (
 )
 from anyflash.problem import Needs
 
-# Bytes of dS that there may be at a time: two heads of 16 K queries and keys, three if causal.
-SCRATCH_BYTES = 2**30
+# Bytes of dS that there may be at a time: two heads of 16 K queries and keys, four if causal, whose
+# tiles on the diagonal are what it is above 2^30.
+SCRATCH_BYTES = 11 * 10**8
 
 
 class Options(NamedTuple):
