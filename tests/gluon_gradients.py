@@ -19,8 +19,8 @@ from anyflash.kernels.hopper.tiles import Columns
 from anyflash.kernels.hopper.tiles_backward import Split, Stored, Walk, split_of
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_mutants import Result
-from gluon_subjects import bounds_of, in_intervals, in_window, inputs, seed_of
-from hopper_cases import how, query_tiles_of
+from gluon_subjects import bounds_of, in_intervals, in_window, inputs, mapped, seed_of
+from hopper_cases import how, query_tiles_of, seen_on
 from plain import Seen, Terms
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
@@ -97,6 +97,7 @@ class Dense:
     left: int | None = None
     right: int | None = None
     intervals: tuple[str, ...] = ()  # of all batch elements, or of each
+    tile_map: str = ""
     scale: float = 0.125
     softcap: float = 0.0
     sink: tuple[float, ...] | None = None
@@ -112,7 +113,8 @@ class Dense:
         found = module.backward(
             *leaves[:3], saved, self.needs._replace(sink=self.sink is not None),
             scale=self.scale, left=self.left, right=self.right, softcap=self.softcap,
-            bounds=bounds, query_tiles=tiles, sink=leaves[3] if self.sink else None,
+            bounds=bounds, query_tiles=tiles, tile_map=mapped(self.tile_map, self.shape),
+            sink=leaves[3] if self.sink else None,
             dropout=self.dropout, seed=seed_of(self.dropout), section=self.section,
             programs=self.programs, **self.more, **how(self.walks),
         )  # fmt: skip
@@ -128,6 +130,7 @@ class Dense:
             leaves.append(torch.tensor(self.sink))
         each = [bounds_of(name, sq, sk) for name in self.intervals]
         seen = in_intervals(each) if each else in_window(self.left, self.right)
+        seen = seen_on(self.tile_map) if self.tile_map else seen
 
         def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
             terms = Terms(
@@ -236,4 +239,12 @@ CHECKS = (
     Dense((1, 1, 1, 130, 130), needs=ALL._replace(q=False, v=False)),
     Dense((1, 1, 1, 130, 130), needs=ALL._replace(k=False)),
     Dense((1, 2, 1, 70, 137), MORE_PANELS, (96, 60)),
+    # Of each head, of each batch element; tiles of which one consumer sees all or nothing.
+    Dense((2, 4, 2, 140, 200), tile_map="random", programs=3),
+    Dense((2, 2, 1, 140, 200), BY_ROLE, tile_map="random, of all heads", programs=1),
+    Dense((1, 2, 1, 200, 137), tile_map="every other granule", programs=1),
+    Dense((1, 2, 1, 200, 300), tile_map="blocks", programs=1),
+    Dense((1, 1, 1, 140, 137), tile_map="all but one score", scale=1.0, offset=4.0),
+    Dense((1, 1, 1, 140, 137), BY_ROLE, tile_map="all but one score", scale=1.0, offset=4.0),
+    Dense((1, 1, 1, 70, 270), tile_map="one score"),
 )

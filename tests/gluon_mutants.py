@@ -380,22 +380,22 @@ def _empty_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-# By the subject's files: the check that caught the last fault. It goes first with the next one, for
-# faults that stand together are mostly caught by the same.
-_caught_last: dict[tuple[str, ...], Check] = {}
+# By the subject's files: its checks, those first that caught the last faults. Faults that stand
+# together are mostly caught by the same.
+_checks: dict[tuple[str, ...], list[Check]] = {}
 
 
 def caught(
     subject: Subject, mutant: Mutant | None, seeds: Iterable[int], races: bool = True
 ) -> Catch | None:
-    """The first catch, by seeds and then by checks. Errors of Python come through."""
-    last = _caught_last.get(subject.files)
-    checks = sorted(subject.checks, key=lambda check: check is not last)
+    """The first catch, by seeds and then by checks, of which those that caught something last come
+    first. Errors of Python come through."""
+    checks = _checks.setdefault(subject.files, list(subject.checks))
     with loaded(subject, mutant) as module, _empty_is_nan():
         for seed in seeds:
-            for check in checks:
+            for check in list(checks):
                 if found := _catch(check, module, seed, races):
-                    _caught_last[subject.files] = check
+                    checks.insert(0, checks.pop(checks.index(check)))
                     return found
     return None
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import plain
 from anyflash.kernels.hopper.tiles import Columns, Tile
+from anyflash.masks.tiles import TileMap
 from gluon_mutants import Result
+from hopper_cases import map_of, seen_on
 from plain import Seen, Terms
 
 
@@ -106,6 +108,7 @@ def small(columns: int | Columns, **changes: Any) -> Tile:
 
 
 SMALL = small(64)
+LONG = small(64, block_kv=128)
 REGISTERS = small(64, q_registers=True)
 TURNS = small(64, pingpong=True)
 THREE = small(64, consumers=3, kv_slots=3, apart=True, registers=(128, 160, 24))
@@ -164,6 +167,11 @@ def in_window(left: int | None, right: int | None) -> Seen:
     return lambda b, h, i, j, offset: (j - i >= offset + low) & (j - i <= offset + high)
 
 
+def mapped(name: str, shape: tuple[int, int, int, int, int]) -> TileMap | None:
+    b, hq, _, sq, sk = shape
+    return map_of(name, (b, hq, sq, sk), torch.device("cpu")) if name else None
+
+
 def seed_of(dropout: float) -> Tensor | None:
     """With both halves, and both different from zero."""
     return torch.tensor([(12345 << 32) + 678]) if dropout else None
@@ -179,6 +187,7 @@ class Hopper:
     left: int | None = None
     right: int | None = None
     intervals: tuple[str, ...] = ()  # of all batch elements, or of each
+    tile_map: str = ""
     scale: float = 0.125
     softcap: float = 0.0
     sink: tuple[float, ...] | None = None
@@ -190,7 +199,8 @@ class Hopper:
         (q, k, v), sink, bounds, like, exact = self.example
         found = module.forward(
             q, k, v, scale=self.scale, left=self.left, right=self.right, softcap=self.softcap,
-            sink=sink, bounds=bounds, dropout=self.dropout, seed=seed_of(self.dropout),
+            sink=sink, bounds=bounds, tile_map=mapped(self.tile_map, self.shape),
+            dropout=self.dropout, seed=seed_of(self.dropout),
             tile=self.tile, share=self.share, section=self.section, programs=self.programs,
         )  # fmt: skip
         return [Result(*x) for x in zip(("out", "lse"), found, like, exact, strict=True)]
@@ -202,6 +212,7 @@ class Hopper:
         sink = None if self.sink is None else torch.tensor(self.sink)
         each = [bounds_of(name, sq, sk) for name in self.intervals]
         seen = in_intervals(each) if each else in_window(self.left, self.right)
+        seen = seen_on(self.tile_map) if self.tile_map else seen
         terms = Terms(
             scale=self.scale, softcap=self.softcap, seen=seen, sink=sink, dropout=self.dropout,
             seed=seed_of(self.dropout),

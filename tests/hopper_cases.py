@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 import plain
 from anyflash.kernels.hopper.tiles_backward import Split, Stored, Walk
+from anyflash.masks import from_function
+from anyflash.masks.index import Extent
+from anyflash.masks.tiles import TileMap, build
 
 
 class Problem(Protocol):
@@ -86,6 +91,36 @@ def seen_in(bounds: Tensor) -> plain.Seen:
         return ((j[..., None] >= lo) & (j[..., None] < hi)).any(-1)
 
     return seen
+
+
+def random_bits(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Half of the scores, others for each head and batch element."""
+    return ((i * 73 + j * 151 + h * 37 + b * 11) * 40503 >> 7) % 2 == 0
+
+
+# Tile maps: which scores exist, of indices (b, h, i, j).
+MAPS: dict[str, Callable[..., Tensor]] = {
+    "random": random_bits,
+    "random, of all heads": lambda b, h, i, j: random_bits(b, 0, i, j),
+    "random, of all batch elements": lambda b, h, i, j: random_bits(0, h, i, j),
+    "blocks": lambda b, h, i, j: (i // 128 + 2 * (j // 128) + h) % 3 == 0,
+    "every other granule": lambda b, h, i, j: (i // 64 + j // 64) % 2 == 0,
+    "image": lambda b, h, i, j: ((i // 16 - j // 16).abs() < 3) & ((i % 16 - j % 16).abs() < 3),
+    "rows that see nothing": lambda b, h, i, j: (i % 160 < 50) & (j % 7 == 3) & (j > 130),
+    "all but one score": lambda b, h, i, j: (i != 100) | (j != 70),
+    "one score": lambda b, h, i, j: (i == 130) & (j == 63),
+}
+
+
+def map_of(name: str, shape: tuple[int, int, int, int], device: torch.device) -> TileMap:
+    """Of (B, Hq, Sq, Sk)."""
+    found = build(from_function(MAPS[name]), Extent(*shape), torch.device("cpu"))
+    tensors = {n: x.to(device) for n, x in vars(found).items() if isinstance(x, Tensor)}
+    return replace(found, **tensors)
+
+
+def seen_on(name: str) -> plain.Seen:
+    return lambda b, h, i, j, offset: MAPS[name](b, h, i, j)
 
 
 def query_tiles_of(bounds: Tensor, keys: int) -> Tensor:

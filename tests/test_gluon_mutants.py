@@ -18,6 +18,7 @@ from gluon_gradients import CHECKS as GRADIENTS
 from gluon_mutants import Mutant, Result, Subject, caught, mutants, patches
 from gluon_plans import MaskFlags, Order, Plan
 from gluon_subjects import (
+    LONG,
     PANELS,
     PANELS_OF_V,
     REGISTERS,
@@ -128,6 +129,15 @@ SUBJECTS = {
             Hopper(
                 (2, 4, 2, 100, 128), TURNS, section=3, softcap=2.0, share=1, dtype=torch.bfloat16
             ),
+            # Tile maps of each head, of each batch element; heads that would share a tile; tiles of
+            # which one consumer sees all or nothing; blocks that need none, or not the last ones.
+            Hopper((2, 2, 1, 140, 200), tile_map="random", programs=3),
+            Hopper((2, 4, 1, 20, 137), tile_map="random, of all heads"),
+            Hopper((2, 1, 1, 200, 137), THREE, tile_map="every other granule", programs=1),
+            Hopper((1, 2, 1, 300, 400), LONG, tile_map="blocks", programs=1),
+            Hopper((1, 1, 1, 330, 200), LONG, tile_map="rows that see nothing", programs=1),
+            Hopper((1, 1, 1, 140, 300), LONG, tile_map="all but one score", programs=1),
+            Hopper((1, 1, 1, 330, 200), tile_map="one score", programs=1),
             # The sequences between have no blocks. The first one sees some of its keys.
             Packed(
                 (70, *[0] * 300, 150),
@@ -201,7 +211,6 @@ SURVIVORS = {
         "the slope is never a power of two": (
             "not seen: in the emulator, both products of s · slope − reference · slope are rounded"
         ),
-        "put: barrier(): dropped": BEFORE_ARRIVE,
         "take: barrier(): dropped": BEFORE_ARRIVE,
         "a later K is released before the wait for its product": LATER_K,
     },

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,10 +104,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Dv of 0": ({"dim_v": 0}, "those of v have 0"),
     "bias": ({"bias": torch.zeros(70, 70)}, "no bias"),
     "alibi": ({"alibi": torch.zeros(4)}, "no ALiBi"),
-    "tensor": ({"mask": af.from_tensor(torch.ones(70, 70, dtype=torch.bool))}, "tile map"),
-    "function": ({"mask": af.from_function(lambda b, h, i, j: i != j)}, "tile map"),
-    "scattered": ({"mask": af.documents(IDS)}, "tile map"),
-    "three": ({"mask": ~(af.window(2, 2) | af.prefix(3)) | af.window(0, 0)}, "tile map"),
     "fp8": ({"precision": "fp8"}, "precision"),
     "queries": ({"shape": (1, 1, 2**30 + 1, 64), "keys": 1}, "at most 1073741824 queries"),
     "keys": ({"shape": (1, 1, 1, 64), "keys": 2**31}, "at most 1073741824 keys, not 2147483648"),
@@ -131,6 +126,19 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(name: str) -> None:
     changes, words = REFUSED[name]
     assert words in said(hopper.refusal(problem(**changes), HOPPER))
+
+
+def packed_with_a_map(device: torch.device) -> Inputs:
+    x = torch.zeros((), dtype=torch.bfloat16, device=device).expand(70, 1, 64)
+    starts = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+    mask = af.from_function(lambda b, h, i, j: (i + j) % 3 != 0)
+    return Inputs(x, x, x, mask=mask, cu_seqlens_q=starts, cu_seqlens_k=starts)
+
+
+@pytest.mark.usefixtures("triton")
+def test_a_tile_map_of_packed_sequences() -> None:
+    described = Problem.of(packed_with_a_map(torch.device("cpu")), Options(1.0))
+    assert "of packed sequences" in said(hopper.refusal(described, HOPPER))
 
 
 @pytest.mark.usefixtures("triton")
@@ -157,6 +165,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "window": {"mask": af.window(3, 0)},
     "documents": {"mask": af.documents(IDS.sort().values) & af.causal()},
     "two": {"mask": af.prefix(3) | af.window(2, 0)},
+    "tensor": {"mask": af.from_tensor(torch.ones(70, 70, dtype=torch.bool))},
+    "function": {"mask": af.from_function(lambda b, h, i, j: i != j), "gradient": True},
+    "scattered": {"mask": af.documents(IDS)},
+    "three": {"mask": ~(af.window(2, 2) | af.prefix(3)) | af.window(0, 0)},
     "sink": {"sink": torch.zeros(4)},
 }
 
@@ -367,6 +379,22 @@ def test_row_intervals(card: Gluon) -> None:
     check(card, q, k, v, seen, mask=mask)
 
 
+@pytest.mark.parametrize("columns", [64, 128])
+def test_tile_maps(card: Gluon, columns: int) -> None:
+    q, k, v = tensors((2, 4, 140, columns), *[(2, 2, 200, columns)] * 2)
+    g = torch.Generator().manual_seed(3)
+    some = torch.rand((2, 1, 140, 200), generator=g) < 0.5
+    of_heads = torch.rand((4, 1, 200), generator=g) < 0.8
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int) -> Tensor:
+        return (some[b, 0, i, j] | (i == j)) & of_heads[h, 0, j]
+
+    given = (x.to(card.device) for x in (some, of_heads))
+    tensor, heads = map(af.from_tensor, given)
+    mask = (tensor | af.from_function(lambda b, h, i, j: i == j)) & heads
+    check(card, q, k, v, seen, mask=mask)
+
+
 @pytest.mark.parametrize("mask", ["causal", "prefix-lm"])
 def test_packed(card: Gluon, mask: str) -> None:
     q, k, v = tensors((150, 4, 64), (170, 2, 64), (170, 2, 64))
@@ -464,11 +492,10 @@ def test_results_are_laid_out_as_announced(card: Gluon, layout: str) -> None:
 
 
 def test_nothing_is_launched_for_another_problem(card: Gluon) -> None:
-    """`forward` trusts `refusal`, but a tile map it could not even hand on."""
-    q = tensors((1, 1, 70, 64))[0].to(card.device)
-    inputs = Inputs(q, q, q, mask=af.from_tensor(q.new_ones(70, 70, dtype=torch.bool)))
+    """`forward` trusts `refusal`, but a tile map of packed sequences it could not even hand on."""
+    inputs = packed_with_a_map(card.device)
     with pytest.raises(TypeError, match="tile map"):
-        hopper.forward(replace(Problem.of(inputs, Options(0.125)), mask="none"), inputs)
+        hopper.forward(Problem.of(inputs, Options(0.125)), inputs)
     assert not card.launches
 
 

@@ -34,7 +34,18 @@ from anyflash.kernels.hopper.tiles_backward import (
 from anyflash.problem import Gradients, Needs, Saved
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
-from hopper_cases import INTERVALS, bounds_of, how, query_tiles_of, seen_by, seen_in, tensors
+from hopper_cases import (
+    INTERVALS,
+    MAPS,
+    bounds_of,
+    how,
+    map_of,
+    query_tiles_of,
+    seen_by,
+    seen_in,
+    seen_on,
+    tensors,
+)
 from plain import Terms, assert_close, assert_same
 
 
@@ -314,6 +325,41 @@ def test_row_intervals(gluon: Gluon, form: str) -> None:
         for kernels in (SMALL, BY_ROLE, STORES):
             found = kernel.backward(q, k, v, saved, **run, **how(kernels))
             compare(found, attention, [q, k, v], dout)
+
+
+@pytest.mark.parametrize("form", MAPS)
+@pytest.mark.parametrize("kernels", [SMALL, BY_ROLE], ids=["split", "fused"])
+def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split) -> None:
+    q, k, v = tensors(Case((2, 4, 2, 200, 270)), gluon.device)
+    terms = Terms(scale=0.125, seen=seen_on(form))
+
+    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return plain.attention(*x, terms)
+
+    run = {"tile_map": map_of(form, (2, 4, 200, 270), gluon.device), "programs": 3, "scale": 0.125}
+    out, lse = results(attention, [q, k, v])
+    dout = randn(out, 2)
+    found = kernel.backward(q, k, v, Saved(out, lse, dout, None), **run, **how(kernels))
+    compare(found, attention, [q, k, v], dout)
+
+
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
+def test_tile_maps_by_the_table(gluon: Gluon, columns: int) -> None:
+    """Those that keep dS do not read them."""
+    q, k, v = tensors(Case((1, 2, 1, 130, 200), (columns, columns)), gluon.device)
+    seed = torch.tensor([2**40 + 12345], device=gluon.device)
+    more: dict[str, Any] = {"softcap": 3.0, "dropout": 0.3, "seed": seed}
+    terms = Terms(scale=0.1, seen=seen_on("random"), **more)
+
+    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return plain.attention(*x, terms)
+
+    tile_map = map_of("random", (1, 2, 130, 200), gluon.device)
+    out, lse = results(attention, [q, k, v])
+    dout = randn(out, 2)
+    saved, run = Saved(out, lse, dout, None), {"scale": 0.1, "programs": 2, **more}
+    found = kernel.backward(q, k, v, saved, tile_map=tile_map, **run)
+    compare(found, attention, [q, k, v], dout, softcap=True)
 
 
 def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
@@ -792,6 +838,19 @@ def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
     assert found.loop_with(products(walk))["LDL"] <= most_in_loop
     assert found.registers == walk.registers[0]
     assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "walk"),
+    [x for x in WALKS if x.values[0] != "stored" and x.values[1].ds != "consumers"],
+)
+def test_machine_code_of_tile_maps(name: str, walk: Walk) -> None:
+    tile_map = map_of("random", (1, 2, 2048, 2048), torch.device("meta"))
+    found = compiled(name, walk, tile_map=tile_map)
+    assert found.opcodes["HGMMA"] and not found.serialised and not found.opcodes["PRMT"]
+    assert found.spills <= 34  # the producer's, which reads numbers of granules, under Triton 3.6
+    loop = found.loop_with(products(walk))
+    assert not loop["LDL"] and not loop["STL"]
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "fused", "stored"])

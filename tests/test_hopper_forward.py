@@ -18,7 +18,16 @@ from anyflash.kernels.hopper.operands import addressable
 from anyflash.kernels.hopper.tiles import ROWS, Columns, Tile, choose, typical_keys
 from gluon_compile import Compiled, compile_launches
 from gluon_plugin import Gluon
-from hopper_cases import INTERVALS, bounds_of, seen_by, seen_in, tensors
+from hopper_cases import (
+    INTERVALS,
+    MAPS,
+    bounds_of,
+    map_of,
+    seen_by,
+    seen_in,
+    seen_on,
+    tensors,
+)  # fmt: skip
 from plain import Terms, assert_close, assert_same
 
 
@@ -35,6 +44,7 @@ THREE_TURNS = small(64, consumers=3, pingpong=True, registers=(128, 160, 24))
 HALF = small(128, shared_out=True)
 IN_REGISTERS = small(64, q_registers=True)
 PANELS = small(Columns(32, 3), v=Columns(32, 2), shared_out=True)
+LONG = small(64, block_kv=128)
 MIXED = small(Columns(32, 3), v=Columns(128))
 
 
@@ -169,6 +179,27 @@ def test_row_intervals(gluon: Gluon, form: str, tile: Tile) -> None:
         compare(found, (q, k, v), Terms(scale=0.125, seen=seen_in(some)))
 
 
+@pytest.mark.parametrize("form", MAPS)
+@pytest.mark.parametrize("tile", [SMALL, WIDE, LONG], ids=["2", "3", "128 keys"])
+def test_tile_maps(gluon: Gluon, form: str, tile: Tile) -> None:
+    q, k, v = tensors(Case((2, 4, 2, 260, 330)), gluon.device)
+    run = {"tile_map": map_of(form, (2, 4, 260, 330), gluon.device), "tile": tile, "programs": 3}
+    found = kernel.forward(q, k, v, **run, scale=0.125)
+    compare(found, (q, k, v), Terms(scale=0.125, seen=seen_on(form)))
+
+
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
+def test_tile_maps_with_all_else(gluon: Gluon, columns: int) -> None:
+    q, k, v = tensors(Case((1, 2, 1, 200, 140), (columns, columns)), gluon.device)
+    sink = torch.tensor([0.5, -1.0], device=gluon.device)
+    seed = torch.tensor([2**40 + 12345], device=gluon.device)
+    more: dict[str, Any] = {"softcap": 3.0, "sink": sink, "dropout": 0.3, "seed": seed}
+    tile_map = map_of("random", (1, 2, 200, 140), gluon.device)
+    found = kernel.forward(q, k, v, scale=0.1, tile_map=tile_map, programs=2, **more)
+    terms = Terms(scale=0.1, seen=seen_on("random"), **more)
+    compare(found, (q, k, v), terms, softcap=True)
+
+
 @pytest.mark.parametrize("order", [(2, 0, 1, 3), (2, 1, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3)])
 def test_intervals_of_values_in_any_order(gluon: Gluon, order: tuple[int, ...]) -> None:
     """v is read as one long sequence, in which batch elements begin every so many rows: copied
@@ -207,15 +238,16 @@ def test_shared_tiles_of_intervals(gluon: Gluon) -> None:
     compare(found, (q, k, v), Terms(scale=0.125, seen=seen_in(bounds)))
 
 
-def compare(found: Any, qkv: Any, terms: Terms) -> None:
+def compare(found: Any, qkv: Any, terms: Terms, softcap: bool = False) -> None:
     """By the tolerance rule; lse is float32 whatever q is, and is held to that."""
     like = (
         plain.attention(*qkv, terms)[0],
         plain.attention(*(x.float() for x in qkv), terms)[1],
     )
-    exact = plain.attention(*(x.double() for x in qkv), terms)
+    wide = terms._replace(sink=None if terms.sink is None else terms.sink.double())
+    exact = plain.attention(*(x.double() for x in qkv), wide)
     for name, x, y, z in zip(("out", "lse"), found, like, exact, strict=True):
-        assert_close(name, x, y, z)
+        assert_close(name, x, y, z, softcap=softcap)
 
 
 def test_what_tma_cannot_address_is_copied(gluon: Gluon) -> None:
@@ -461,6 +493,19 @@ def test_machine_code(row: Any, causal: bool, packed: bool) -> None:
     assert not loop["STL"] and not loop["LDL"] and not loop["PRMT"]
     assert found.registers == tile.registers[0]
     assert tile.shared_bytes <= found.shared_bytes <= tile.shared_bytes + 1024
+
+
+@pytest.mark.parametrize(
+    ("columns", "columns_v"), {(r.tile.qk.total, r.tile.v.total) for r in ROWS}
+)
+def test_machine_code_of_tile_maps(columns: int, columns_v: int) -> None:
+    """Bits come from memory while the product is on its way, and nothing waits for them there."""
+    tile = choose(columns, columns_v, 0)
+    found = compiled(tile, tile_map=map_of("random", (1, 2, 2048, 2048), torch.device("meta")))
+    assert found.opcodes["HGMMA"] and not found.serialised
+    assert found.spills <= MOST_SPILLS[2]
+    loop = found.loop_with((tile.qk.total + tile.block_kv * tile.v.boxes) // 16)
+    assert not loop["STL"] and not loop["LDL"] and not loop["PRMT"]
 
 
 def test_every_option_compiles() -> None:

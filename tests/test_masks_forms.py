@@ -73,6 +73,30 @@ def check_tiles(form, seen):
     check_list(form.key_offsets, form.key_list, form.kinds.numpy().swapaxes(2, 3))
     filled = np.broadcast_to(form.filled.numpy(), (batch, heads, queries))
     np.testing.assert_array_equal(filled, seen.any(-1))
+    for rows, columns, by_key in ((128, 64, False), (192, 128, False), (128, 64, True)):
+        check_blocks(form, rows, columns, by_key)
+
+
+def check_blocks(form, rows, columns, by_key):
+    """Each block's tiles, and what they are read by."""
+    found = form.blocks(rows, columns, by_key)
+    assert form.blocks(rows, columns, by_key) is found
+    kinds, numbers, bits = form.kinds, form.numbers, form.bits
+    if by_key:
+        kinds, numbers, bits = kinds.mT, numbers.mT, form.bits_by_key
+    assert torch.equal(found.numbers, numbers) and found.numbers.is_contiguous()
+    assert torch.equal(found.bits.flatten(1), bits.view(torch.int32))
+    assert torch.equal(numbers < 0, kinds != PARTIAL) and torch.equal(numbers == -1, kinds == FULL)
+    assert found.columns.dtype == found.counts.dtype == torch.int32
+    high, wide = rows // 64, columns // 64
+    for b, h in np.ndindex(*kinds.shape[:2]):
+        needed = kinds[b, h] != SKIP
+        blocks = [x.split(wide, 1) for x in needed.split(high)] if needed.numel() else []
+        for n, row in enumerate(blocks):
+            expected = [t for t, tile in enumerate(row) if tile.any()][::-1]
+            assert found.counts[b, h, n] == len(expected)
+            padding = [-1] * (len(row) - len(expected))
+            assert found.columns[b, h, n].tolist() == expected + padding
 
 
 def check_bits(form, whole):

@@ -141,8 +141,8 @@ def _seen_by_tiles(form: TileMap) -> tuple[Tensor, Tensor]:
     """Attended scores of each tile (1|B, 1|Hq, Tq, Tk), and the tiles' sizes (Tq, Tk)."""
     size = _sizes(form.extent, form.kinds.device)
     bits = [unpack(part.unsqueeze(-1)).flatten(1).sum(1) for part in form.bits.split(1024)]
-    of_bits = torch.cat([*bits, size.new_zeros(1)])  # the last one is for number −1
-    partial = of_bits[form.numbers.long()] * (form.kinds == PARTIAL)
+    of_bits = torch.cat([*bits, size.new_zeros(1)])  # the last one is for no number
+    partial = of_bits[form.numbers.clamp(min=-1).long()] * (form.kinds == PARTIAL)
     return torch.where(form.kinds == FULL, size, partial * (form.kinds != SKIP)), size
 
 

@@ -264,8 +264,8 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
     if partition.last_load != (span.memory, span.lo, span.hi):  # not a spin on one place
         partition.last_load = (span.memory, span.lo, span.hi)
         partition.program.machine.progress()
-    base = pointer.base
-    v = torch.where(keep, base[offset], contents(other, base.dtype))
+    base = pointer.base if keep.any() else pointer.base.new_zeros(1)  # there may be nothing
+    v = torch.where(keep, base[offset * keep], contents(other, base.dtype))
     return Tensor(v) if v.dim() else Scalar(v.item(), v.dtype)
 
 

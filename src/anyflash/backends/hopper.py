@@ -1,6 +1,6 @@
 """NVIDIA Hopper: the Gluon kernels of `kernels/hopper`.
 
-Windows are arithmetic in the kernel, other masks row intervals. A value that a row does not see is
+Windows are arithmetic in the kernel, other masks row intervals or tile maps. A value that a row does not see is
 multiplied by zero where a tile of keys covers it: if it is NaN or infinite, the row becomes NaN.
 What lies beyond the keys of a sequence has no effect, whatever it is.
 """
@@ -62,10 +62,10 @@ def _features(problem: Problem) -> str | None:
         return "the kernels add no bias; what is only −inf or 0 can be a boolean mask"
     if "alibi" in problem.features:
         return "the kernels add no ALiBi slopes"
-    if problem.mask == "tiles":
+    if problem.mask == "tiles" and problem.packed:
         return (
-            "this mask becomes a tile map, and the kernels read windows and row intervals only "
-            "(at most two intervals of keys for each query)"
+            "this mask becomes a tile map, and of packed sequences the kernels read windows and "
+            "row intervals only (at most two intervals of keys for each query)"
         )
     return None
 
@@ -158,10 +158,11 @@ def algorithm(problem: Problem, inputs: Inputs) -> str:
     )
     mask, o = inputs.mask, problem.options
     window = mask if isinstance(mask, Window) else Window(None, None)
-    bounds = None if mask is None or mask is window else torch.empty(0)
+    tiles = problem.mask == "tiles"
+    bounds = None if mask is None or mask is window or tiles else torch.empty(0)
     options = algorithms.Options(
-        o.scale, window.left, window.right, bounds=bounds, dropout=o.dropout,
-        deterministic=_deterministic(problem),
+        o.scale, window.left, window.right, bounds=bounds, tile_map=tiles or None,
+        dropout=o.dropout, deterministic=_deterministic(problem),
     )  # fmt: skip
     name, size = algorithms.described(options, lengths, heads)
     return f"{name}, {size / 1e6:,.1f} MB of scratch memory"
@@ -248,7 +249,9 @@ def _visible(problem: Problem, inputs: Inputs, backward: bool = False) -> dict[s
         extent = Extent(1, problem.heads, inputs.q.shape[0], inputs.k.shape[0])
     form = compiled(mask, extent, inputs.q.device)
     if not isinstance(form, RowIntervals):
-        raise TypeError("a tile map, which refusal() should have refused")
+        if problem.packed:
+            raise TypeError("a tile map of packed sequences, which refusal() should have refused")
+        return {"tile_map": form}
     return {"bounds": form.bounds} | ({"query_tiles": form.query_tiles} if backward else {})
 
 

@@ -8,8 +8,9 @@ directions.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,29 @@ SKIP, FULL, PARTIAL = 0, 1, 2
 EVALUATE = 1 << 24
 
 
+class Blocks(NamedTuple):
+    """A tile map for kernels whose blocks of queries go over tiles of keys, both several of its
+    tiles high or wide; or, seen from the keys, with the two exchanged.
+
+    numbers  int32 (1|B, 1|Hq, Tq, Tk)         `TileMap.numbers`
+    bits     int32 (N, 64, 2)                  `TileMap.bits`
+    columns  int32 (1|B, 1|Hq, blocks, tiles)  what a block needs of the tiles, the last one first,
+                                               then −1
+    counts   int32 (1|B, 1|Hq, blocks)         how many it needs
+    """
+
+    numbers: Tensor
+    bits: Tensor
+    columns: Tensor
+    counts: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class TileMap:
     """Which tiles exist, and which scores of the partial ones.
 
     kinds          uint8 (1|B, 1|Hq, Tq, Tk)   SKIP, FULL or PARTIAL; Tq = ⌈Sq/64⌉, Tk = ⌈Sk/64⌉
-    numbers        int32 (1|B, 1|Hq, Tq, Tk)   which bit tile a PARTIAL tile has, else −1
+    numbers        int32 (1|B, 1|Hq, Tq, Tk)   which bit tile a PARTIAL tile has; −1 FULL, −2 SKIP
     bits           int64 (N, 64)               a word per query row, bit j = key j of the tile
     bits_by_key    int64 (N, 64)               a word per key, bit i = query row i (for S^T)
     query_offsets  int32 (lists of Tq·B·H + 1) where query tile t's list of key tiles starts
@@ -50,6 +68,22 @@ class TileMap:
     key_offsets: Tensor
     key_list: Tensor
     filled: Tensor
+    made: dict[tuple[int, int, bool], Blocks] = field(default_factory=dict)  # by `blocks`
+
+    def blocks(self, rows: int, columns: int, by_key: bool = False) -> Blocks:
+        """For blocks of `rows` queries and tiles of `columns` keys, or the other way round, both
+        multiples of 64. Made once, on the device, without waiting for it; while a CUDA graph is
+        captured anew, within the graph."""
+        found = self.made.get((rows, columns, by_key))
+        if found is None:
+            kinds, numbers, bits = self.kinds, self.numbers, self.bits
+            if by_key:
+                kinds, numbers, bits = kinds.mT, numbers.mT.contiguous(), self.bits_by_key
+            lists = _blocks(kinds, rows // GRANULE, columns // GRANULE)
+            found = Blocks(numbers, bits.view(torch.int32).unflatten(1, (GRANULE, 2)), *lists)
+            if not (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.made[rows, columns, by_key] = found
+        return found
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -75,6 +109,16 @@ class TileMap:
             return kind == FULL
         word = self.bits.to(device)[number.clamp(min=0), at.row % GRANULE]
         return torch.where(kind == PARTIAL, (word >> (at.key % GRANULE)) & 1 == 1, kind == FULL)
+
+
+def _blocks(kinds: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """`Blocks.columns` and `.counts`, for so many tiles of the map each."""
+    padding = (0, -kinds.shape[-1] % columns, 0, -kinds.shape[-2] % rows)
+    needed = F.pad(kinds != SKIP, padding).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    needed = needed.any(-1).any(-2)  # (B, H, blocks, tiles)
+    column = torch.arange(needed.shape[-1], device=kinds.device, dtype=torch.int32)
+    found = torch.where(needed, column, -1).sort(-1, descending=True).values
+    return found, needed.sum(-1, dtype=torch.int32)
 
 
 def tiles_in(length: int) -> int:
@@ -107,6 +151,7 @@ def build(mask: Expression, extent: Extent, device: torch.device) -> TileMap:
         renumber = torch.cat([which[:before], which.new_full((1,), -1)]).int()
         numbers = renumber[numbers.long()]
         numbers[:, :, t : t + step][partial] = which[before:].int()
+    numbers = torch.where(kinds == SKIP, -2, numbers)
     return TileMap(
         extent, kinds, numbers, tiles, _transpose(tiles), *_lists(kinds), *_lists(kinds.mT), filled
     )

@@ -20,6 +20,7 @@ from anyflash.kernels.hopper.tiles_backward import (
     choose_stored,
     preferred,
 )
+from anyflash.masks.tiles import TileMap
 from anyflash.problem import Needs
 
 # Bytes of dS that there may be at a time: two heads of 16 K queries and keys, four if causal, whose
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     bounds: Tensor | None = None
     query_tiles: Tensor | None = None
+    tile_map: TileMap | bool | None = None  # True, where it does not matter which
     sink: Tensor | None = None
     dropout: float = 0.0
     seed: Tensor | None = None
@@ -148,7 +150,8 @@ def shares(lengths: Lengths, heads: int, heads_kv: int, o: Options) -> tuple[int
 
 
 def serves(lengths: Lengths, heads: Heads, o: Options) -> bool:
-    """Whether it does a call. Draws of dropout are numbered by all heads.
+    """Whether it does a call. Draws of dropout are numbered by all heads, matrices of a tile map
+    too.
 
     If it is not asked for, only where it is ahead: where parts keep all programs at work, with two
     blocks of keys for each of them, or, where blocks are of unequal length, 2.5 (16 K causal: 2.6
@@ -158,7 +161,7 @@ def serves(lengths: Lengths, heads: Heads, o: Options) -> bool:
     """
     group = heads.heads // heads.heads_kv
     of_one = bytes_of(lengths, o, group)
-    if o.dropout or of_one > o.scratch:
+    if o.dropout or o.tile_map or of_one > o.scratch:
         return False
     if o.algorithm is not None or lengths.packed:
         return o.algorithm is not None

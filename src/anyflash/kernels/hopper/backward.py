@@ -57,14 +57,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anyflash.kernels.hopper.compat import async_load, async_store, barrier
 from anyflash.kernels.hopper.dropout import Dropout, drop, drop_turned
 from anyflash.kernels.hopper.masking import (
+    ALL,
     Block,
     Limits,
+    Map,
     Ranges,
     Tiles,
+    granules,
+    mapped_tile,
+    mapped_tiles,
+    mask_bits,
     mask_columns,
     mask_scores,
     needs_mask,
     nth_tile,
+    numbers_of_granules,
     plan,
     query_range,
     sight,
@@ -162,6 +169,7 @@ class Flags(NamedTuple):
     LEFT: Any
     RIGHT: Any
     INTERVALS: Any
+    MAP: Any
     SCALED: Any
     SOFTCAP: Any
     DROPOUT: Any
@@ -187,7 +195,9 @@ def candidates(block, limits, ranges, BLOCK_OWN: gl.constexpr, BLOCK: gl.constex
     """Tiles that a block may need: the first, and how many; from the queries, and under windows,
     the plan that says which; one past the last key that any of the block's queries see, or, from
     the keys, that any query sees."""
-    if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+    if FLAGS.MAP:  # which are another for each head
+        return 0, 0, Tiles(0, 0, 0, 0, 0, 0), block.keys
+    elif FLAGS.KEYS and FLAGS.INTERVALS > 0:
         first, count = query_range(block, ranges, BLOCK_OWN, BLOCK)
         seen = gl.minimum(gl.load(ranges.ends + block.batch), block.queries)
         return first, count, Tiles(0, 0, 0, 0, 0, 0), seen
@@ -223,7 +233,7 @@ def seen_only(start, block, apart, seen, head, row, FLAGS: gl.constexpr):
 
 @gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, channels, notes, draw, limits, heads = work
+    descs, channels, notes, draw, limits, heads, tile_map = work
     own, own_2, other, other_2, statistics, _ = channels
     schedule, packing, counter, total, ranges, apart = sources
     BLOCK_OWN: gl.constexpr = CONSUMERS * ROWS
@@ -231,6 +241,7 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     SLOTS_2: gl.constexpr = other_2.full.type.shape[0]
     RANK: gl.constexpr = len(other.tiles.type.shape)
     BLOCK: gl.constexpr = other.tiles.type.shape[RANK - 2]
+    SIZE: gl.constexpr = NOTE + (CONSUMERS if FLAGS.MAP else 0)
     total = number_of_blocks(total, schedule, packing, FLAGS)
     turn = 0
     step = 0
@@ -244,6 +255,10 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
         end = head + schedule.group if FLAGS.KEYS else head + 1
         fresh = 1
         while head < end:
+            queries_head = head if FLAGS.KEYS else block.head
+            if FLAGS.MAP:
+                tiles, columns = mapped_tiles(block, queries_head, tile_map, BLOCK_OWN, BLOCK)
+                count = tiles.count
             j, masked = seek(
                 gl.to_tensor(0), first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS
             )
@@ -253,7 +268,14 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 after, its = seek(
                     j + 1, first, count, tiles, block, limits, BLOCK_OWN, BLOCK, FLAGS
                 )
-                if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+                told = ()
+                if FLAGS.MAP:
+                    tile = mapped_tile(columns, j)
+                    told = numbers_of_granules(tile, block, queries_head, tile_map, CONSUMERS, 1)
+                    masked = (tile * BLOCK + BLOCK > block.keys).to(gl.int32)
+                    for w in gl.static_range(CONSUMERS):
+                        masked = gl.where(told[w] == ALL, masked, 1)
+                elif FLAGS.KEYS and FLAGS.INTERVALS > 0:
                     tile = first + j
                 else:
                     tile = nth_tile(j, tiles, FLAGS)
@@ -269,9 +291,8 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                     at = seen_only(block.k_start, block, apart.k, seen, head, tile * BLOCK, FLAGS)
                     at_2 = seen_only(block.k_start, block, apart.v, seen, head, tile * BLOCK, FLAGS)
                 other.acquire(slot, phase)
-                queries_head = head if FLAGS.KEYS else block.head
-                number_of_head = block.batch * heads.heads + queries_head
-                put(notes, slot * NOTE, (tile * 4 + masked * 2 + last, number_of_head))
+                note = (tile * 4 + masked * 2 + last, block.batch * heads.heads + queries_head)
+                put(notes, slot * SIZE, note + told)
                 if FLAGS.KEYS:
                     other.commit(descs.other, at, slot, 2 * descs.statistics.block_type.nbytes)
                     row = head_of_statistics(block, head, heads, FLAGS.PACKED) * heads.tiles
@@ -308,12 +329,16 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, tile, rows, block, limits, FLAGS: gl.constexpr):
-    """−inf where a score of a tile does not exist."""
+def hide(s, tile, rows, block, limits, tile_map, notes, number, FLAGS: gl.constexpr):
+    """−inf where a score of a tile does not exist. Under MAP the number of my rows' granule is
+    among the notes."""
     BLOCK: gl.constexpr = s.shape[1]
     if FLAGS.DS != "":  # 2^(0 − lse) may be infinite, and times a zero row of K it is NaN in dQ
         s = gl.where(rows[:, None] < block.queries, s, -float("inf"))
-    if FLAGS.KEYS and FLAGS.INTERVALS > 0:
+    if FLAGS.MAP:
+        words, _ = granules(get(notes, number, 1), tile_map, rows % ROWS)
+        return mask_bits(s, words, block.keys - tile * BLOCK)
+    elif FLAGS.KEYS and FLAGS.INTERVALS > 0:
         return mask_columns(s, tile * BLOCK, rows, block, limits, FLAGS)
     else:
         return mask_scores(s, tile * BLOCK, rows, block, limits, FLAGS)
@@ -380,7 +405,7 @@ def release_own(own, own_2, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
 def consumer(
     work, results, adding, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
-    descs, channels, notes, draw, limits, heads = work
+    descs, channels, notes, draw, limits, heads, tile_map = work
     own, own_2, other, other_2, statistics, shared_ds = channels
     outs, outs_2, statistics_ptr, numbers, dropout, lengths = results
     SLOTS: gl.constexpr = other.full.type.shape[0]
@@ -396,6 +421,7 @@ def consumer(
     APART: gl.constexpr = FLAGS.PANELS[0 if FLAGS.SHARED and not FLAGS.FIRST else 1]
     EARLIER: gl.constexpr = FLAGS.PANELS[0] if FLAGS.EARLY else 0  # products of S before dP's wait
     COUNT: gl.constexpr = 7 if FLAGS.PACKED else 3
+    SIZE: gl.constexpr = NOTE + (CONSUMERS if FLAGS.MAP else 0)
     dtype: gl.constexpr = other.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     a_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -434,12 +460,13 @@ def consumer(
         while last == 0:
             slot, phase = place(step, SLOTS)
             slot_2, phase_2 = place(step, SLOTS_2)
-            note, head = get(notes, slot * NOTE, NOTE)
+            note, head = get(notes, slot * SIZE, NOTE)
             tile = note >> 2
             last = note & 1
             s = logits(s, numbers, FLAGS)
             if (note & 2) != 0:  # here, since a branch under a product makes all of them wait
-                s = hide(s, tile, rows, block, limits, FLAGS)
+                number = slot * SIZE + NOTE + WHO
+                s = hide(s, tile, rows, block, limits, tile_map, notes, number, FLAGS)
             other_2.wait(slot_2, phase_2)
             if FLAGS.FIRST:
                 dp = multiply(x_2, other_2, slot_2, s_zero)
@@ -542,6 +569,8 @@ RUNTIME_NUMBERS = [
     "ranges_rows",
     "k_rows",
     "v_rows",
+    "map_batch",
+    "map_head",
     "threshold",
     "head_tiles",
     "row_tiles",
@@ -564,9 +593,10 @@ POINTERS = ["bounds_ptr", "ranges_ptr", "ends_ptr"]
 def backward_kernel(
     own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc,
     away_desc, statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, ends_ptr, counter, numbers,
-    packing,
-    own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, threshold,
-    head_tiles, row_tiles, row_first, batch, heads, group, query_heads, query_tiles, section, total,
+    packing, tile_map,
+    own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, map_batch,
+    map_head, threshold, head_tiles, row_tiles, row_first, batch, heads, group, query_heads,
+    query_tiles, section, total,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, DS_SLOTS: gl.constexpr,
     FLAGS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -619,11 +649,13 @@ def backward_kernel(
                 [CONSUMERS * FLAGS.PANELS[1]] + descs.out_2.block_type.shape,  # noqa: RUF005
                 descs.out_2.layout,
             )
-    notes = room_for_numbers(SLOTS * NOTE)
+    notes = room_for_numbers(SLOTS * (NOTE + (CONSUMERS if FLAGS.MAP else 0)))
+    if FLAGS.MAP:
+        tile_map = Map(*tile_map, map_batch, map_head)
     draw = tickets(CONSUMERS + 1 if FLAGS.DS == "role" else CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
-    work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles))
+    work = (descs, channels, notes, draw, limits, Heads(query_heads, query_tiles), tile_map)
     schedule = Schedule(batch, heads, group, section, own_length, other_length)
     ranges, apart = Ranges(ranges_ptr, ranges_rows, ends_ptr), Apart(k_rows, v_rows)
     sources = (schedule, packing, counter, total, ranges, apart)

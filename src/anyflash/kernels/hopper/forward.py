@@ -51,15 +51,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anyflash.kernels.hopper.compat import async_store, barrier
 from anyflash.kernels.hopper.dropout import Dropout, drop
 from anyflash.kernels.hopper.masking import (
+    GRANULE,
     Limits,
+    Map,
     Tiles,
+    granules,
+    mapped_tile,
+    mapped_tiles,
+    mask_bits,
     mask_scores,
     needs_mask,
     nth_tile,
+    numbers_of_granules,
     own_tiles,
     plan,
 )
-from anyflash.kernels.hopper.pipeline import channel, matrix, place
+from anyflash.kernels.hopper.pipeline import channel, get, matrix, place, put, room_for_numbers
 from anyflash.kernels.hopper.products import accumulate, finish, multiply
 from anyflash.kernels.hopper.schedule import (
     END,
@@ -116,6 +123,7 @@ class Flags(NamedTuple):
     LEFT: Any
     RIGHT: Any
     INTERVALS: Any  # of keys that each row has in memory, 0 to 2
+    MAP: Any  # who sees whom is in a tile map
     SCALED: Any
     SOFTCAP: Any
     SINK: Any
@@ -138,6 +146,7 @@ class Job(NamedTuple):
     rows: Any  # all of mine
     head: Any  # of all batch elements together
     limits: Any
+    tile_map: Any
     numbers: Any
     dropout: Any
 
@@ -168,23 +177,31 @@ def scale_rows(o, factor):
 
 @gluon.jit
 def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, draw, limits = work
+    descs, q, k, v, draw, notes, limits, tile_map = work
     schedule, packing, counter, total = sources
     POSITIONS: gl.constexpr = ROWS // FLAGS.HEADS  # of one consumer
     BLOCK_Q: gl.constexpr = CONSUMERS * POSITIONS
     SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
     BLOCK_KV: gl.constexpr = k.tiles.type.shape[RANK - 2]
+    GRANULES: gl.constexpr = BLOCK_KV // GRANULE
+    NOTE: gl.constexpr = 1 + CONSUMERS * GRANULES
     total = number_of_blocks(total, schedule, packing, FLAGS)
     turn = 0
     step = 0
     number = gl.program_id(0)
     while number < total:
         block = numbered_block(number, total, schedule, packing, BLOCK_Q, FLAGS)
-        tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
+        if FLAGS.MAP:
+            tiles, columns = mapped_tiles(block, block.head, tile_map, BLOCK_Q, BLOCK_KV)
+        else:
+            tiles, seen = plan(block, limits, BLOCK_Q, BLOCK_KV, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
         for j in range(tiles.count):
-            tile = nth_tile(j, tiles, FLAGS)
+            if FLAGS.MAP:
+                tile = mapped_tile(columns, j)
+            else:
+                tile = nth_tile(j, tiles, FLAGS)
             slot, phase = place(step, SLOTS)
             head_kv = block.head // schedule.group
             place_k = corner(block, head_kv, tile * BLOCK_KV, FLAGS.PACKED, False)
@@ -193,7 +210,11 @@ def producer(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 # What nobody sees behind them, padding for one, becomes zeros: 0 · NaN is NaN.
                 start = block.k_start if FLAGS.PACKED else block.batch * limits.v_rows
                 place_v = ragged(start, seen, head_kv, tile * BLOCK_KV)
-            k.fill(descs.k, place_k, slot, phase)
+            k.acquire(slot, phase)
+            if FLAGS.MAP:
+                note = numbers_of_granules(tile, block, block.head, tile_map, CONSUMERS, GRANULES)
+                put(notes, slot * NOTE, (tile,) + note)  # noqa: RUF005
+            k.commit(descs.k, place_k, slot)
             if j == 0:  # after K, whose slot is free before the block is done that has Q's place
                 for w in gl.static_range(CONSUMERS):
                     row = block.row + w * POSITIONS
@@ -216,13 +237,29 @@ def operand(p, tile, job, dtype: gl.constexpr, FLAGS: gl.constexpr):
 
 
 @gluon.jit
+def read_note(
+    notes, slot, job, BLOCK_KV: gl.constexpr, WHO: gl.constexpr, CONSUMERS: gl.constexpr
+):  # fmt: skip
+    """Under MAP, of a tile whose K is there: (its number, bits of my rows, how many keys are left
+    from its first one on, whether it needs a mask, unless it is the first one, which has the last
+    keys). Before S is started, which takes as long as the bits do to come."""
+    GRANULES: gl.constexpr = BLOCK_KV // GRANULE
+    first = slot * (1 + CONSUMERS * GRANULES)
+    tile = get(notes, first, 1)[0]
+    numbers = get(notes, first + 1 + WHO * GRANULES, GRANULES)
+    words, everything = granules(numbers, job.tile_map, job.rows - job.row)
+    keys_left = job.block.keys - tile * BLOCK_KV
+    return tile, words, keys_left, not everything
+
+
+@gluon.jit
 def walk(
     sources, job, tiles, state, begin, end, MASKED: gl.constexpr, WHO: gl.constexpr,
     CONSUMERS: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Go over the key tiles `begin` to `end` of a block: S of each in flight together with P V of
     the one before. MASKED: all of them need a mask, or none; without APART those do that say so."""
-    q_tile, k, v = sources
+    q_tile, k, v, notes = sources
     p, o, shift, sums, step = state
     SLOTS: gl.constexpr = k.full.type.shape[0]
     RANK: gl.constexpr = len(k.tiles.type.shape)
@@ -237,6 +274,8 @@ def walk(
         step += 1
         slot, phase = place(step, SLOTS)
         k.wait(slot, phase)
+        if FLAGS.MAP:
+            tile, words, keys_left, masked = read_note(notes, slot, job, BLOCK_KV, WHO, CONSUMERS)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
         s = multiply(q_tile, k, slot, s_zero)
         v.wait(v_slot, v_phase)
@@ -245,10 +284,14 @@ def walk(
         finished = finish((s,) + started)  # noqa: RUF005
         s = finished[0]
         o = finished[1:]
-        tile = nth_tile(j, tiles, FLAGS)
         s = logits(s, job.numbers, FLAGS)
-        if MASKED if FLAGS.APART else needs_mask(j, tiles, FLAGS):
-            s = mask_scores(s, tile * BLOCK_KV, job.rows, job.block, job.limits, FLAGS)
+        if FLAGS.MAP:
+            if masked:
+                s = mask_bits(s, words, keys_left)
+        else:
+            tile = nth_tile(j, tiles, FLAGS)
+            if MASKED if FLAGS.APART else needs_mask(j, tiles, FLAGS):
+                s = mask_scores(s, tile * BLOCK_KV, job.rows, job.block, job.limits, FLAGS)
         # Not before that branch: here their barriers hide among the exponentials.
         k.release(slot)
         v.release(v_slot)
@@ -279,7 +322,7 @@ def skip(k, v, step, count):
 
 @gluon.jit
 def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
-    descs, q, k, v, draw, limits = work
+    descs, q, k, v, draw, notes, limits, tile_map = work
     outs, lse_ptr, sink_ptr, numbers, dropout, lengths = results
     POSITIONS: gl.constexpr = ROWS // FLAGS.HEADS
     SLOTS: gl.constexpr = k.full.type.shape[0]
@@ -315,7 +358,7 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
         rows = row + mine % POSITIONS
         row_heads = block.head * FLAGS.HEADS + mine // POSITIONS
         head = block.batch * heads + block.head  # without HEADS, as under DROPOUT
-        job = Job(block, row, rows, head, limits, numbers, dropout)
+        job = Job(block, row, rows, head, limits, tile_map, numbers, dropout)
 
         q.wait(WHO, turn & 1)
         q_tile = ()
@@ -324,18 +367,24 @@ def consumer(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: g
             if FLAGS.Q_REGISTERS:
                 panel = panel.load(gl.DotOperandLayout(0, s_layout, k_width=2))
             q_tile = q_tile + (panel,)  # noqa: RUF005
-        sources = (q_tile, k, v)
+        sources = (q_tile, k, v, notes)
         slot, phase = place(step, SLOTS)
         k.wait(slot, phase)
+        if FLAGS.MAP:
+            first, words, keys_left, _ = read_note(notes, slot, job, BLOCK_KV, WHO, CONSUMERS)
+        else:
+            first = nth_tile(begin, tiles, FLAGS)
         take_turns(FLAGS.PINGPONG, "sync", WHO)  # waits until the consumer before me has issued
         s = multiply(q_tile, k, slot, s_zero)
         take_turns(FLAGS.PINGPONG, "arrive", THEIRS)  # the consumer after me waits for this
         s = warpgroup_mma_wait(0, [s])
         k.release(slot)
         nothing = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
-        first = nth_tile(begin, tiles, FLAGS)
         s = logits(s, numbers, FLAGS)
-        s = mask_scores(s, first * BLOCK_KV, rows, block, limits, FLAGS)
+        if FLAGS.MAP:
+            s = mask_bits(s, words, keys_left)
+        else:
+            s = mask_scores(s, first * BLOCK_KV, rows, block, limits, FLAGS)
         p, sums, shift, _ = weigh_anew(s, nothing, numbers)
         p = operand(p, first, job, dtype, FLAGS)
         o = ()
@@ -408,6 +457,8 @@ RUNTIME_NUMBERS = [
     "right",
     "bounds_rows",
     "v_rows",
+    "map_batch",
+    "map_head",
     "threshold",
     "batch",
     "heads",
@@ -420,8 +471,8 @@ RUNTIME_NUMBERS = [
 @gluon.jit(do_not_specialize=RUNTIME_NUMBERS)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sink_ptr, seed_ptr, bounds_ptr, counter, numbers,
-    packing, queries, keys, left, right, bounds_rows, v_rows, threshold, batch, heads, group,
-    section, total,
+    packing, tile_map, queries, keys, left, right, bounds_rows, v_rows, map_batch, map_head,
+    threshold, batch, heads, group, section, total,
     CONSUMERS: gl.constexpr, KV_SLOTS: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -435,8 +486,14 @@ def forward_kernel(
         out_shape: gl.constexpr = [CONSUMERS * FLAGS.PANELS[1]] + descs.out.block_type.shape  # noqa: RUF005
         outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
     draw = tickets(CONSUMERS)
+    notes = None
+    if FLAGS.MAP:
+        GRANULES: gl.constexpr = descs.k.block_type.shape[2] // GRANULE
+        notes = room_for_numbers(KV_SLOTS * (1 + CONSUMERS * GRANULES))
+        tile_map = Map(*tile_map, map_batch, map_head)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
-    work = (descs, q, k, v, draw, Limits(left, right, bounds_ptr, bounds_rows, v_rows))
+    limits = Limits(left, right, bounds_ptr, bounds_rows, v_rows)
+    work = (descs, q, k, v, draw, notes, limits, tile_map)
     sources = (Schedule(batch, heads, group, section, queries, keys), packing, counter, total)
     # Of a packed batch, sequences count as rows of one batch element.
     lengths = (heads, queries, keys, 0 if FLAGS.PACKED else heads * FLAGS.HEADS, queries)

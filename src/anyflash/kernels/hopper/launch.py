@@ -17,12 +17,14 @@ from anyflash.kernels.hopper.operands import (
     describe,
     describe_ragged,
     empty_addressable,
+    granules_of,
     in_place,
     lawful,
 )
 from anyflash.kernels.hopper.schedule import Packing
 from anyflash.kernels.hopper.softmax import LOG2E
 from anyflash.kernels.hopper.tiles import Tile, choose, typical_keys
+from anyflash.masks.tiles import TileMap
 from anyflash.rng import keep_threshold
 
 FORWARD = Kernel(forward_kernel)
@@ -42,6 +44,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     sink: Tensor | None = None
     bounds: Tensor | None = None
+    tile_map: TileMap | None = None
     dropout: float = 0.0
     seed: Tensor | None = None
     tile: Tile | None = None
@@ -65,6 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         sink: float32 (Hq,), contiguous, one more logit per row without a value.
         bounds: int32 (1 or B, Sq, n, 2), contiguous, n at most 2: the intervals [lo, hi) of keys
             that each row sees, sorted, disjoint, empty ones last; not with `left` or `right`.
+        tile_map: who sees whom, instead of `left`, `right` and `bounds`; not of a packed batch.
         dropout: probability of dropping a weight, in [0, 1], by the bits of `anyflash.rng`.
         seed: int64 (1,) on the device, with dropout.
         tile: None chooses from the table.
@@ -160,7 +164,8 @@ SCALES = (2.0**-64, 2.0**64)
 @lru_cache(maxsize=KEPT)
 def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
     """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
-    keys = typical_keys(lengths.longest_k, o.left, o.right)
+    # Under a map the fewest rows there are: what one of them sees all of a block goes over.
+    keys = 0 if o.tile_map else typical_keys(lengths.longest_k, o.left, o.right)
     tile = o.tile or choose(heads.columns, heads.columns_v, keys)
     share = o.share or _share(lengths, heads, o, tile.block_q)
     if share > _most_shared(heads, o) or share & (share - 1):
@@ -171,10 +176,11 @@ def _plan(lengths: Lengths, heads: Heads, o: Options) -> Plan:
     programs = programs_of(o.programs, heads.device)
     flags = Flags(
         LEFT=o.left is not None, RIGHT=o.right is not None, INTERVALS=o.bounds or 0,
+        MAP=o.tile_map is not None,
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1], SOFTCAP=o.softcap != 0,
         SINK=o.sink is not None, DROPOUT=o.dropout != 0, PACKED=lengths.packed, HEADS=share,
         DYNAMIC=total > programs, PANELS=(tile.qk.boxes, tile.v.boxes), PINGPONG=tile.pingpong,
-        APART=tile.apart, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
+        APART=tile.apart and not o.tile_map, SHARED=tile.shared_out, Q_REGISTERS=tile.q_registers,
     )  # fmt: skip
     slope = LOG2E.value * (1.0 if flags.SCALED else o.scale)
     numbers = Numbers(
@@ -235,7 +241,8 @@ def _section(lengths: Lengths, heads: Heads, share: int) -> int:
 
 
 def _most_shared(heads: Heads, o: Options) -> int:
-    if o.dropout:  # whose draws serve rows i and i + 8 of one head
+    # Draws of dropout serve rows i and i + 8 of one head, granules of a map 64 positions of one.
+    if o.dropout or o.tile_map:
         return 1
     group = heads.heads // heads.heads_kv
     return min(group & -group, ROWS.value)
@@ -256,7 +263,7 @@ def prepare(
         None: TMA cannot address q, k, v or out, wherever they lie.
     """
     o = Options(**options)
-    if any(isinstance(x, Tensor) for x in o):
+    if any(isinstance(x, Tensor | TileMap) for x in o):
         raise TypeError("a call is prepared without tensors among its options")
     contiguous = lse.numel() > 0 and lse.is_contiguous()
     if not contiguous or not all(map(lawful, (q, k, v, out))):
@@ -333,7 +340,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: Options) -> t
         o = o._replace(bounds=bounds)
     heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.device)
     intervals = None if bounds is None else bounds.shape[2]
-    marks = {"sink": o.sink is not None or None, "seed": None, "bounds": intervals}
+    marks: dict[str, Any] = {"sink": o.sink is not None or None, "bounds": intervals}
+    marks |= {"seed": None, "tile_map": o.tile_map is not None or None}
     return _plan(lengths, heads, o._replace(**marks)), o
 
 
@@ -353,15 +361,21 @@ def _arguments(
         v_operand = describe(v, tile.block_kv, tile.v.width)
     else:
         v_operand, v_rows = describe_ragged(v, tile.block_kv, tile.v.width)
+    granules, map_batch, map_head = None, 0, 0
+    if o.tile_map is not None:
+        if starts is not None:
+            raise ValueError("a tile map of a packed batch")
+        granules, map_batch, map_head = granules_of(o.tile_map.blocks(tile.block_q, tile.block_kv))
     threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
     return (
         describe(q, positions, tile.qk.width, share), describe(k, tile.block_kv, tile.qk.width),
         v_operand, describe(out, positions, tile.v.width, share),
         # Where FLAGS do not ask for a tensor, any serves.
         lse, lse if sink is None else sink, lse if seed is None else seed,
-        lse if bounds is None else bounds, counter, plan.numbers, packing,
+        lse if bounds is None else bounds, counter, plan.numbers, packing, granules,
         lengths.queries, lengths.keys, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries, v_rows,
+        map_batch, map_head,
         threshold - (threshold >> 31 << 32),  # its bits as an int32
         lengths.batch, heads // share, heads // heads_kv // share, plan.section, plan.total,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from anyflash.kernels.hopper.operands import (
     describe_ragged,
     describe_rows,
     describe_tiles,
+    granules_of,
     in_place,
 )
 from anyflash.kernels.hopper.softmax import LOG2E
@@ -34,6 +35,7 @@ from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
 from anyflash.kernels.hopper.stored import Layout
 from anyflash.kernels.hopper.tiles import WIDTHS
 from anyflash.kernels.hopper.tiles_backward import STATISTICS_ROWS, Split, Stored, Walk
+from anyflash.masks.tiles import TileMap
 from anyflash.problem import Gradients, Needs, Saved
 from anyflash.rng import keep_threshold
 
@@ -203,7 +205,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool) -> Plan:
     """`o` is without tensors: True stands for one, and for `bounds` how many there are of a row."""
-    if of_keys and walk.block != STATISTICS_ROWS:
+    if (of_keys or o.tile_map) and walk.block != STATISTICS_ROWS:
         raise ValueError(f"no walk from the keys: {walk}")
     own, other, longest_other = lengths.queries, lengths.keys, lengths.longest_k
     left, right, own_heads = o.left, o.right, heads.heads
@@ -215,7 +217,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, walk: Walk, of_keys: bool)
     programs = launch.programs_of(o.programs, heads.device)
     flags = Flags(
         KEYS=of_keys, FIRST=walk.first, SECOND=walk.second, LEFT=left is not None,
-        RIGHT=right is not None, INTERVALS=o.bounds or 0,
+        RIGHT=right is not None, INTERVALS=o.bounds or 0, MAP=o.tile_map is not None,
         SCALED=o.softcap != 0 or not SCALES[0] < o.scale < SCALES[1],
         SOFTCAP=o.softcap != 0, DROPOUT=o.dropout != 0, PACKED=lengths.packed,
         DYNAMIC=total > programs, PANELS=(walk.qk.boxes, walk.v.boxes), SHARED=walk.shared_out,
@@ -259,13 +261,17 @@ def _walk(
     heads = Heads(call.heads, call.heads_kv, columns, columns_v, device)
     marks = {
         "bounds": None if bounds is None else bounds.shape[2],
-        "query_tiles": None, "seed": None, "sink": None, "split": None, "fused": None,
-        "stored": None,
+        "tile_map": o.tile_map is not None or None, "query_tiles": None, "seed": None,
+        "sink": None, "split": None, "fused": None, "stored": None,
     }  # fmt: skip
     plan = _plan(lengths, heads, o._replace(**marks), walk, of_keys)
     packing = None
     if call.starts is not None:
         packing = launch.packing_of(call.starts, walk.block_own, of_keys)
+    tile_map, map_batch, map_head = None, 0, 0
+    if isinstance(o.tile_map, TileMap):
+        blocks = o.tile_map.blocks(walk.block_own, walk.block, by_key=of_keys)
+        tile_map, map_batch, map_head = granules_of(blocks)
     counter = statistics
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=device)
@@ -286,11 +292,11 @@ def _walk(
         describe_rows(statistics, STATISTICS.value),
         own_operands[0] if away is None else _describe_away(away, walk), statistics,
         *(statistics if x is None else x for x in (seed, bounds, query_tiles, call.ends)),
-        counter, plan.numbers, packing,
+        counter, plan.numbers, packing, tile_map,
         plan.own_length, plan.other_length, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries,
         0 if query_tiles is None or query_tiles.shape[0] == 1 else query_tiles.shape[1],
-        *apart, threshold - (threshold >> 31 << 32),  # its bits as an int32
+        *apart, map_batch, map_head, threshold - (threshold >> 31 << 32),  # its bits as an int32
         *((0, 0, 0) if layout is None else layout[1:]), lengths.batch, plan.heads, plan.group,
         call.heads, tiles_of(lengths), plan.section, plan.total,
     )  # fmt: skip

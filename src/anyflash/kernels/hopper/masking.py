@@ -4,6 +4,10 @@ A query row i stands at key position i + Sk − Sq. Under LEFT it sees keys from
 before its own, under RIGHT up to `right` after it; causal is RIGHT with 0. That is arithmetic: no
 memory is read. Under INTERVALS, which is 1 or 2, it sees the keys of so many intervals [lo, hi)
 that are read from memory, 8 bytes each; the lower one comes first, empty ones lie at the end.
+
+Under MAP there is a tile map: a number for each granule of 64 queries and keys, which says that all
+or nothing of it is seen, or where its bits are. The producer reads the numbers, and each consumer
+gets those of its own 64 rows with the tile of keys.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 GRANULE = gl.constexpr(64)  # of queries and of keys, in what a mask is compiled to
+ALL = gl.constexpr(-1)  # in the place of a granule's number: all of it is seen
+NOTHING = gl.constexpr(-2)
 
 
 class Block(NamedTuple):
@@ -34,6 +40,18 @@ class Limits(NamedTuple):
     bounds: Any  # int32 (1 or B, Sq, INTERVALS, 2), or (1, total_q, INTERVALS, 2) of a packed batch
     bounds_rows: Any  # rows from one batch element to the next: 0 or Sq
     v_rows: Any  # rows of v from one batch element to the next; not of a packed batch
+
+
+class Map(NamedTuple):
+    """A tile map, seen from the queries: `masks.tiles.TileMap` and its `blocks`. Matrices of it are
+    those of all batch elements and heads, or of what they have in common."""
+
+    numbers: Any  # int32 (matrices, granules of queries, granules of keys)
+    bits: Any  # int32 (N, GRANULE, 2): of each query 32 keys, then 32 more
+    columns: Any  # int32 (matrices, blocks, tiles)
+    counts: Any  # int32 (matrices, blocks)
+    of_batch: Any  # matrices from one batch element to the next
+    of_head: Any
 
 
 class Ranges(NamedTuple):
@@ -200,6 +218,77 @@ def mask_scores(s, key, rows, block, limits, FLAGS: gl.constexpr):
         seen = keys < high[:, None]
         if FLAGS.LEFT:
             seen = seen & (keys >= (position - limits.left)[:, None])
+    return gl.where(seen, s, -float("inf"))
+
+
+@gluon.jit
+def matrix_of(block, head, tile_map):
+    return (block.batch * tile_map.of_batch + head * tile_map.of_head).to(gl.int64)
+
+
+@gluon.jit
+def mapped_tiles(block, head, tile_map, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """The tiles that ROWS of a block need of a head of queries, and where it is written which these
+    are: `mapped_tile`. At least one, as in `plan`."""
+    matrix = matrix_of(block, head, tile_map)
+    at = matrix * gl.cdiv(block.queries, ROWS) + block.row // ROWS
+    count = gl.maximum(gl.load(tile_map.counts + at), 1)
+    columns = tile_map.columns + at * gl.cdiv(block.keys, BLOCK_KV)
+    return Tiles(0, count, count, count, 0, 0), columns
+
+
+@gluon.jit
+def mapped_tile(columns, j):
+    """The j-th of `mapped_tiles`."""
+    return gl.maximum(gl.load(columns + j), 0)  # −1 where none is needed
+
+
+@gluon.jit
+def numbers_of_granules(
+    tile, block, head, tile_map, CONSUMERS: gl.constexpr, GRANULES: gl.constexpr
+):  # fmt: skip
+    """Of each consumer's rows, those of a tile of GRANULES granules: what `granules` is told."""
+    matrix = matrix_of(block, head, tile_map)
+    rows = gl.cdiv(block.queries, GRANULE)
+    columns = gl.cdiv(block.keys, GRANULE)
+    found = ()
+    for w in gl.static_range(CONSUMERS):
+        for n in gl.static_range(GRANULES):
+            row = block.row // GRANULE + w
+            column = tile * GRANULES + n
+            pointer = tile_map.numbers + (matrix * rows + row) * columns + column
+            exists = (row < rows) & (column < columns)
+            found = found + (gl.load(pointer, mask=exists, other=NOTHING),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def granules(numbers, tile_map, mine):
+    """(words, all): of 64 rows `mine` the bits of as many granules as there are numbers, 32 keys
+    each, and whether all of them are set. What is told by the number alone is not read."""
+    words = ()
+    everything = numbers[0] == ALL
+    for n in gl.static_range(len(numbers)):
+        number = numbers[n]
+        everything = everything & (number == ALL)
+        pointer = tile_map.bits + (number.to(gl.int64) * GRANULE + mine) * 2
+        has_bits = (mine >= 0) & (number >= 0)
+        other = gl.where(number == ALL, -1, 0)
+        for half in gl.static_range(2):
+            word = gl.load(pointer + half, mask=has_bits, other=other)
+            words = words + (word,)  # noqa: RUF005
+    return words, everything
+
+
+@gluon.jit
+def mask_bits(s, words, keys_left):
+    """−inf where a bit of `granules` is not set, or no key is left."""
+    BLOCK_KV: gl.constexpr = s.shape[1]
+    keys = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    word = words[0][:, None]
+    for n in gl.static_range(1, len(words)):
+        word = gl.where(keys < 32 * n, word, words[n][:, None])
+    seen = ((word >> (keys % 32)) & 1 != 0) & (keys < keys_left)
     return gl.where(seen, s, -float("inf"))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from anyflash.kernels.hopper.launcher import Operand, View, box
+from anyflash.masks.tiles import Blocks
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -65,6 +66,13 @@ def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
     strides = (step, x.stride(1), 1)
     view = _view((apart * (batch - 1) + length, heads, width), strides, x.dtype, (1, rows, columns))
     return Operand(x, view), apart
+
+
+def granules_of(blocks: Blocks) -> tuple[tuple[Tensor, ...], int, int]:
+    """The tensors of `masking.Map`, and how many matrices lie from one batch element, and from one
+    head, to the next."""
+    batches, heads = blocks.numbers.shape[:2]
+    return tuple(blocks), 0 if batches == 1 else heads, 0 if heads == 1 else 1
 
 
 def describe_rows(x: Tensor, columns: int) -> Operand:

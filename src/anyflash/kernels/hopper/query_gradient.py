@@ -82,7 +82,7 @@ def where_queries_are(note, head, block, heads, BLOCK: gl.constexpr, FLAGS: gl.c
 @gluon.jit
 def adder(work, adding, lengths, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     """Makes dQ of all consumers' dS^T."""
-    _, channels, _, draw, _, heads = work
+    _, channels, _, draw, _, heads, _ = work
     own = channels.own
     ds = channels.ds
     SLOTS: gl.constexpr = ds.full.type.shape[0]
