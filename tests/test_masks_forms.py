@@ -99,6 +99,14 @@ def check_blocks(form, rows, columns, by_key):
             assert found.columns[b, h, n].tolist() == expected + padding
 
 
+def test_blocks_of_parts_of_a_tile():
+    form = tiles.build(
+        from_function(lambda b, h, i, j: i != j), Extent(1, 1, 70, 70), torch.device("cpu")
+    )
+    with pytest.raises(ValueError, match="no multiples of 64"):
+        form.blocks(128, 32)
+
+
 def check_bits(form, whole):
     """Each partial tile's bits, both ways, no tile stored twice and none that nobody has."""
     assert form.bits.dtype == form.bits_by_key.dtype == torch.int64

@@ -1,8 +1,8 @@
 """NVIDIA Hopper: the Gluon kernels of `kernels/hopper`.
 
-Windows are arithmetic in the kernel, other masks row intervals or tile maps. A value that a row does not see is
-multiplied by zero where a tile of keys covers it: if it is NaN or infinite, the row becomes NaN.
-What lies beyond the keys of a sequence has no effect, whatever it is.
+Windows are arithmetic in the kernel, other masks row intervals or tile maps. A value that a row
+does not see is multiplied by zero where a tile of keys covers it: if it is NaN or infinite, the row
+becomes NaN. What lies beyond the keys of a sequence has no effect, whatever it is.
 """
 
 from __future__ import annotations

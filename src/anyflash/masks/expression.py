@@ -112,8 +112,9 @@ class Mask:
     ) -> Mask:
         """The mask in the form that kernels read, built now, for exactly this problem.
 
-        For a mask that serves many layers and steps: nothing is looked up or built later. The
-        result holds no expression any more, so that it can always be pickled.
+        For a mask that serves many layers and steps: nothing is looked up or built later, but for
+        the lists of tiles that a kernel makes of a tile map at its first call. The result holds no
+        expression any more, so that it can always be pickled.
         """
         extent = Extent(batch, heads, queries, keys)
         self.check(extent)

@@ -76,6 +76,10 @@ class TileMap:
         captured anew, within the graph."""
         found = self.made.get((rows, columns, by_key))
         if found is None:
+            if rows % GRANULE or columns % GRANULE:
+                raise ValueError(
+                    f"blocks of {rows} and tiles of {columns}: no multiples of {GRANULE}"
+                )
             kinds, numbers, bits = self.kinds, self.numbers, self.bits
             if by_key:
                 kinds, numbers, bits = kinds.mT, numbers.mT.contiguous(), self.bits_by_key

@@ -134,8 +134,12 @@ def own_tiles(
     tiles, block, row, limits, ROWS: gl.constexpr, BLOCK_KV: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
     """(tiles, begin): of the block's tiles, numbered as before, those that ROWS of its rows need,
-    from `row` on: from `begin` to `tiles.count`. In a window of 1024 keys that is 17 of 20 tiles of
-    64 for each 64 of 192 rows. Under INTERVALS all."""
+    from `row` on: from `begin` to `tiles.count`. Under INTERVALS all.
+
+    Causal at D = 256, 4 K, it is 1.37 instead of 1.32 of cuDNN, under load 1.16 instead of 1.11. In
+    a window of 1024 keys, where it is 17 of 20 tiles of 64 for each 64 of 192 rows, it is the same
+    speed: a tile takes two consumers nearly as long as three.
+    """
     if FLAGS.INTERVALS > 0 or not (FLAGS.LEFT or FLAGS.RIGHT):
         return tiles, 0
     else:
