@@ -247,4 +247,7 @@ CHECKS = (
     Dense((1, 1, 1, 140, 137), tile_map="all but one score", scale=1.0, offset=4.0),
     Dense((1, 1, 1, 140, 137), BY_ROLE, tile_map="all but one score", scale=1.0, offset=4.0),
     Dense((1, 1, 1, 70, 270), tile_map="one score"),
+    # Two of four heads at a time; granules that nobody needs, of tiles that are not written.
+    Dense((2, 4, 2, 140, 200), STORES, tile_map="random", more={"scratch": 300_000}),
+    Dense((1, 2, 2, 200, 300), STORES, tile_map="blocks", programs=1, more={"scratch": 200_000}),
 )

@@ -328,8 +328,10 @@ def test_row_intervals(gluon: Gluon, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MAPS)
-@pytest.mark.parametrize("kernels", [SMALL, BY_ROLE], ids=["split", "fused"])
-def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split) -> None:
+@pytest.mark.parametrize(
+    "kernels", [SMALL, BY_ROLE, STORES, STORES_PANELS], ids=["split", "fused", "stored", "panels"]
+)
+def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split | Stored) -> None:
     q, k, v = tensors(Case((2, 4, 2, 200, 270)), gluon.device)
     terms = Terms(scale=0.125, seen=seen_on(form))
 
@@ -337,6 +339,8 @@ def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split) -> None:
         return plain.attention(*x, terms)
 
     run = {"tile_map": map_of(form, (2, 4, 200, 270), gluon.device), "programs": 3, "scale": 0.125}
+    if kernels is STORES:  # two of four heads at a time
+        run["scratch"] = 400_000
     out, lse = results(attention, [q, k, v])
     dout = randn(out, 2)
     found = kernel.backward(q, k, v, Saved(out, lse, dout, None), **run, **how(kernels))
@@ -345,7 +349,6 @@ def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split) -> None:
 
 @pytest.mark.parametrize("columns", [64, 96, 128, 192, 256])
 def test_tile_maps_by_the_table(gluon: Gluon, columns: int) -> None:
-    """Those that keep dS do not read them."""
     q, k, v = tensors(Case((1, 2, 1, 130, 200), (columns, columns)), gluon.device)
     seed = torch.tensor([2**40 + 12345], device=gluon.device)
     more: dict[str, Any] = {"softcap": 3.0, "dropout": 0.3, "seed": seed}
@@ -840,15 +843,12 @@ def test_machine_code(name: str, walk: Walk, causal: bool) -> None:
     assert walk.shared_bytes - 2048 <= found.shared_bytes <= walk.shared_bytes + 1024
 
 
-@pytest.mark.parametrize(
-    ("name", "walk"),
-    [x for x in WALKS if x.values[0] != "stored" and x.values[1].ds != "consumers"],
-)
+@pytest.mark.parametrize(("name", "walk"), [x for x in WALKS if x.values[1].ds != "consumers"])
 def test_machine_code_of_tile_maps(name: str, walk: Walk) -> None:
     tile_map = map_of("random", (1, 2, 2048, 2048), torch.device("meta"))
     found = compiled(name, walk, tile_map=tile_map)
     assert found.opcodes["HGMMA"] and not found.serialised and not found.opcodes["PRMT"]
-    assert found.spills <= 34  # the producer's, which reads numbers of granules, under Triton 3.6
+    assert found.spills <= 45  # outside of the loop, most of them of the producer, of stored at 128
     loop = found.loop_with(products(walk))
     assert not loop["LDL"] and not loop["STL"]
 

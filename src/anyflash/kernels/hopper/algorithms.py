@@ -38,6 +38,7 @@ class Options(NamedTuple):
     bounds: Tensor | None = None
     query_tiles: Tensor | None = None
     tile_map: TileMap | bool | None = None  # True, where it does not matter which
+    part: tuple[int, int] = (0, 0)  # batch element and head of the map, with which the call begins
     sink: Tensor | None = None
     dropout: float = 0.0
     seed: Tensor | None = None
@@ -150,8 +151,7 @@ def shares(lengths: Lengths, heads: int, heads_kv: int, o: Options) -> tuple[int
 
 
 def serves(lengths: Lengths, heads: Heads, o: Options) -> bool:
-    """Whether it does a call. Draws of dropout are numbered by all heads, matrices of a tile map
-    too.
+    """Whether it does a call. Draws of dropout are numbered by all heads.
 
     If it is not asked for, only where it is ahead: where parts keep all programs at work, with two
     blocks of keys for each of them, or, where blocks are of unequal length, 2.5 (16 K causal: 2.6
@@ -161,12 +161,12 @@ def serves(lengths: Lengths, heads: Heads, o: Options) -> bool:
     """
     group = heads.heads // heads.heads_kv
     of_one = bytes_of(lengths, o, group)
-    if o.dropout or o.tile_map or of_one > o.scratch:
+    if o.dropout or of_one > o.scratch:
         return False
     if o.algorithm is not None or lengths.packed:
         return o.algorithm is not None
     elements, most = shares(lengths, heads.heads, heads.heads_kv, o)
     number = -(-lengths.batch // elements) * -(-heads.heads_kv // most)
     blocks = -(-lengths.keys // TILE_KEYS.value) * lengths.batch * heads.heads_kv / number
-    alike = o.bounds is None and (o.left is None) == (o.right is None)
+    alike = o.bounds is None and not o.tile_map and (o.left is None) == (o.right is None)
     return number == 1 or blocks >= (1.9 if alike else 2.5) * programs_of(o.programs, heads.device)

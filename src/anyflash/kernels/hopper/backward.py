@@ -569,6 +569,7 @@ RUNTIME_NUMBERS = [
     "ranges_rows",
     "k_rows",
     "v_rows",
+    "map_first",
     "map_batch",
     "map_head",
     "threshold",
@@ -594,9 +595,9 @@ def backward_kernel(
     own_desc, own_2_desc, other_desc, other_2_desc, out_desc, out_2_desc, statistics_desc,
     away_desc, statistics_ptr, seed_ptr, bounds_ptr, ranges_ptr, ends_ptr, counter, numbers,
     packing, tile_map,
-    own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, map_batch,
-    map_head, threshold, head_tiles, row_tiles, row_first, batch, heads, group, query_heads,
-    query_tiles, section, total,
+    own_length, other_length, left, right, bounds_rows, ranges_rows, k_rows, v_rows, map_first,
+    map_batch, map_head, threshold, head_tiles, row_tiles, row_first, batch, heads, group,
+    query_heads, query_tiles, section, total,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_2: gl.constexpr, DS_SLOTS: gl.constexpr,
     FLAGS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, ADDER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -651,7 +652,7 @@ def backward_kernel(
             )
     notes = room_for_numbers(SLOTS * (NOTE + (CONSUMERS if FLAGS.MAP else 0)))
     if FLAGS.MAP:
-        tile_map = Map(*tile_map, map_batch, map_head)
+        tile_map = Map(*tile_map, map_first, map_batch, map_head)
     draw = tickets(CONSUMERS + 1 if FLAGS.DS == "role" else CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)

@@ -490,7 +490,7 @@ def forward_kernel(
     if FLAGS.MAP:
         GRANULES: gl.constexpr = descs.k.block_type.shape[2] // GRANULE
         notes = room_for_numbers(KV_SLOTS * (1 + CONSUMERS * GRANULES))
-        tile_map = Map(*tile_map, map_batch, map_head)
+        tile_map = Map(*tile_map, 0, map_batch, map_head)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, v_rows)
     work = (descs, q, k, v, draw, notes, limits, tile_map)

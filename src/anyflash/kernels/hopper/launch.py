@@ -365,7 +365,9 @@ def _arguments(
     if o.tile_map is not None:
         if starts is not None:
             raise ValueError("a tile map of a packed batch")
-        granules, map_batch, map_head = granules_of(o.tile_map.blocks(tile.block_q, tile.block_kv))
+        granules, _, map_batch, map_head = granules_of(
+            o.tile_map.blocks(tile.block_q, tile.block_kv)
+        )
     threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
     return (
         describe(q, positions, tile.qk.width, share), describe(k, tile.block_kv, tile.qk.width),

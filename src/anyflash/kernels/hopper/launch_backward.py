@@ -261,17 +261,17 @@ def _walk(
     heads = Heads(call.heads, call.heads_kv, columns, columns_v, device)
     marks = {
         "bounds": None if bounds is None else bounds.shape[2],
-        "tile_map": o.tile_map is not None or None, "query_tiles": None, "seed": None,
-        "sink": None, "split": None, "fused": None, "stored": None,
+        "tile_map": o.tile_map is not None or None, "part": (0, 0), "query_tiles": None,
+        "seed": None, "sink": None, "split": None, "fused": None, "stored": None,
     }  # fmt: skip
     plan = _plan(lengths, heads, o._replace(**marks), walk, of_keys)
     packing = None
     if call.starts is not None:
         packing = launch.packing_of(call.starts, walk.block_own, of_keys)
-    tile_map, map_batch, map_head = None, 0, 0
+    tile_map, *map_numbers = None, 0, 0, 0
     if isinstance(o.tile_map, TileMap):
         blocks = o.tile_map.blocks(walk.block_own, walk.block, by_key=of_keys)
-        tile_map, map_batch, map_head = granules_of(blocks)
+        tile_map, *map_numbers = granules_of(blocks, *o.part)
     counter = statistics
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=device)
@@ -296,7 +296,7 @@ def _walk(
         plan.own_length, plan.other_length, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries,
         0 if query_tiles is None or query_tiles.shape[0] == 1 else query_tiles.shape[1],
-        *apart, map_batch, map_head, threshold - (threshold >> 31 << 32),  # its bits as an int32
+        *apart, *map_numbers, threshold - (threshold >> 31 << 32),  # its bits as an int32
         *((0, 0, 0) if layout is None else layout[1:]), lengths.batch, plan.heads, plan.group,
         call.heads, tiles_of(lengths), plan.section, plan.total,
     )  # fmt: skip

@@ -24,9 +24,16 @@ from anyflash.kernels.hopper.algorithms import (
 )
 from anyflash.kernels.hopper.launch import Heads, Lengths
 from anyflash.kernels.hopper.launcher import Kernel
-from anyflash.kernels.hopper.operands import KEPT, describe, describe_ragged, describe_tiles
+from anyflash.kernels.hopper.operands import (
+    KEPT,
+    describe,
+    describe_ragged,
+    describe_tiles,
+    granules_of,
+)
 from anyflash.kernels.hopper.stored import BLOCK, ROWS, Flags, Layout, stored_kernel
 from anyflash.kernels.hopper.tiles_backward import Stored
+from anyflash.masks.tiles import TileMap
 
 STORED = Kernel(stored_kernel)
 
@@ -78,6 +85,7 @@ def _part(call: Call, scores: Tensor, batch: slice, heads_kv: slice) -> Part:
     of_heads = call.statistics.unflatten(
         0, (1 if lengths.packed else lengths.batch, call.heads, -1)
     )
+    o = o._replace(part=(batch.start, heads.start))
     if not lengths.packed:
         lengths = lengths._replace(batch=elements)
         bounds, tiles = (_of_elements(x, batch) for x in (o.bounds, o.query_tiles))
@@ -116,7 +124,7 @@ def _plan(lengths: Lengths, heads: Heads, o: Options, stored: Stored) -> Plan:
     programs = launch.programs_of(o.programs, heads.device)
     flags = Flags(
         LEFT=o.left is not None, RIGHT=o.right is not None, INTERVALS=o.bounds or 0,
-        PACKED=lengths.packed, DYNAMIC=total > programs,
+        MAP=o.tile_map is not None, PACKED=lengths.packed, DYNAMIC=total > programs,
         TRIANGLE=is_triangle(lengths, o.left, o.right), PANELS=stored.keys.qk.boxes,
     )  # fmt: skip
     left, right = launch.within(lengths, o.left, o.right)
@@ -138,12 +146,17 @@ def query_gradient(part: Part, stored: Stored, k: Tensor, dq: Tensor) -> None:
     lengths, bounds, starts = call.lengths, call.options.bounds, call.starts
     heads = Heads(call.heads, call.heads_kv, k.shape[-1], 0, k.device)
     o = call.options._replace(
-        bounds=None if bounds is None else bounds.shape[2], query_tiles=None, seed=None, sink=None
-    )
+        bounds=None if bounds is None else bounds.shape[2], query_tiles=None, seed=None, sink=None,
+        tile_map=call.options.tile_map is not None or None, part=(0, 0),
+    )  # fmt: skip
     plan, width = _plan(lengths, heads, o, stored), stored.keys.qk.width
     packing = None
     if starts is not None:
         packing = launch.packing_of(starts, ROWS.value * stored.consumers, False)
+    tile_map, *map_numbers = None, 0, 0, 0
+    if isinstance(call.options.tile_map, TileMap):
+        blocks = call.options.tile_map.blocks(ROWS.value * stored.consumers, BLOCK.value)
+        tile_map, *map_numbers = granules_of(blocks, *call.options.part)
     counter = call.statistics  # where FLAGS do not ask for a tensor, any serves
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=k.device)
@@ -152,10 +165,11 @@ def query_gradient(part: Part, stored: Stored, k: Tensor, dq: Tensor) -> None:
         operand, k_rows = describe_ragged(k, BLOCK.value, width)
     args = (
         describe_tiles(part.scores, BLOCK.value), operand, describe(dq, ROWS.value, width),
-        call.statistics if bounds is None else bounds, counter, packing, float(o.scale),
+        call.statistics if bounds is None else bounds, counter, packing, tile_map,
+        float(o.scale),
         lengths.queries, lengths.keys, plan.left, plan.right,
         0 if bounds is None or bounds.shape[0] == 1 else lengths.queries, k_rows,
-        *part.layout[1:],
+        *map_numbers, *part.layout[1:],
         lengths.batch, call.heads, call.heads // call.heads_kv, plan.section, plan.total,
     )  # fmt: skip
     STORED(plan.programs, args, plan.constants, maxnreg=stored.registers[0])

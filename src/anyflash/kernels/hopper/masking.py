@@ -50,6 +50,7 @@ class Map(NamedTuple):
     bits: Any  # int32 (N, GRANULE, 2): of each query 32 keys, then 32 more
     columns: Any  # int32 (matrices, blocks, tiles)
     counts: Any  # int32 (matrices, blocks)
+    first: Any  # matrix: of a part of a batch, see launch_stored.py
     of_batch: Any  # matrices from one batch element to the next
     of_head: Any
 
@@ -227,7 +228,8 @@ def mask_scores(s, key, rows, block, limits, FLAGS: gl.constexpr):
 
 @gluon.jit
 def matrix_of(block, head, tile_map):
-    return (block.batch * tile_map.of_batch + head * tile_map.of_head).to(gl.int64)
+    number = tile_map.first + block.batch * tile_map.of_batch + head * tile_map.of_head
+    return number.to(gl.int64)
 
 
 @gluon.jit

@@ -68,11 +68,14 @@ def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
     return Operand(x, view), apart
 
 
-def granules_of(blocks: Blocks) -> tuple[tuple[Tensor, ...], int, int]:
-    """The tensors of `masking.Map`, and how many matrices lie from one batch element, and from one
-    head, to the next."""
+def granules_of(
+    blocks: Blocks, batch: int = 0, head: int = 0
+) -> tuple[tuple[Tensor, ...], int, int, int]:
+    """The tensors of `masking.Map`, the number of the matrix of this batch element and head, and
+    how many lie from one batch element, and from one head, to the next."""
     batches, heads = blocks.numbers.shape[:2]
-    return tuple(blocks), 0 if batches == 1 else heads, 0 if heads == 1 else 1
+    of_batch, of_head = 0 if batches == 1 else heads, 0 if heads == 1 else 1
+    return tuple(blocks), batch * of_batch + head * of_head, of_batch, of_head
 
 
 def describe_rows(x: Tensor, columns: int) -> Operand:

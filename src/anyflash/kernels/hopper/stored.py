@@ -25,10 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anyflash.kernels.hopper.compat import async_load, async_store, barrier
 from anyflash.kernels.hopper.masking import (
+    NOTHING,
     Block,
     Limits,
+    Map,
     Tiles,
+    mapped_tile,
+    mapped_tiles,
     nth_tile,
+    numbers_of_granules,
     plan,
     sight,
     turned,
@@ -60,6 +65,7 @@ class Flags(NamedTuple):
     LEFT: Any
     RIGHT: Any
     INTERVALS: Any
+    MAP: Any
     PACKED: Any
     DYNAMIC: Any
     TRIANGLE: Any  # each row of tiles is shorter by two than the one before
@@ -131,7 +137,7 @@ def sees(block, row, key, limits, FLAGS: gl.constexpr):
 @gluon.jit
 def read_scores(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     """The producer: tiles of dS^T and K."""
-    descs, channels, draw, limits = work
+    descs, channels, draw, limits, tile_map = work
     ds_desc, k_desc = descs
     ds, k = channels
     schedule, packing, counter, total, k_rows, layout = sources
@@ -142,11 +148,19 @@ def read_scores(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     number = gl.program_id(0)
     while number < total:
         block = numbered_block(number, total, schedule, packing, CONSUMERS * ROWS, FLAGS)
-        tiles, seen = plan(block, limits, CONSUMERS * ROWS, BLOCK, FLAGS)
+        if FLAGS.MAP:
+            tiles, columns = mapped_tiles(block, block.head, tile_map, CONSUMERS * ROWS, BLOCK)
+        else:
+            tiles, seen = plan(block, limits, CONSUMERS * ROWS, BLOCK, FLAGS)
         draw.give(block_numbers(block, FLAGS) + tile_numbers(tiles, FLAGS), turn)
         head = block.head // schedule.group
         for j in range(tiles.count):
-            key = nth_tile(j, tiles, FLAGS) * BLOCK
+            if FLAGS.MAP:
+                tile = mapped_tile(columns, j)
+                told = numbers_of_granules(tile, block, block.head, tile_map, CONSUMERS, 1)
+            else:
+                tile = nth_tile(j, tiles, FLAGS)
+            key = tile * BLOCK
             slot, phase = place(step, SLOTS)
             k.acquire(slot, phase)
             k_at = corner(block, head, key, FLAGS.PACKED, False)
@@ -160,7 +174,10 @@ def read_scores(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
                 query = block.row + w * ROWS
                 row = tile_of(block, block.head, key, query, layout, FLAGS) * TILE_KEYS
                 row += key % TILE_KEYS
-                row = gl.where(sees(block, query, key, limits, FLAGS), row, BEYOND)
+                if FLAGS.MAP:
+                    row = gl.where(told[w] != NOTHING, row, BEYOND)
+                else:
+                    row = gl.where(sees(block, query, key, limits, FLAGS), row, BEYOND)
                 part = ds.index(slot * CONSUMERS + w)
                 async_load(ds_desc, (row, 0), k.full.index(slot), part)
             step += 1
@@ -173,7 +190,7 @@ def read_scores(work, sources, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 @gluon.jit
 def multiply_scores(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     """A consumer: dQ of 64 queries."""
-    _, channels, draw, _ = work
+    _, channels, draw, _, _ = work
     ds, k = channels
     dq_desc, outs, scale, lengths = results
     SLOTS: gl.constexpr = k.full.type.shape[0]
@@ -220,7 +237,8 @@ def multiply_scores(work, results, WHO: gl.constexpr, CONSUMERS: gl.constexpr, F
 
 
 RUNTIME_NUMBERS = [
-    *("queries", "keys", "left", "right", "bounds_rows", "k_rows", "head_tiles", "row_tiles"),
+    *("queries", "keys", "left", "right", "bounds_rows", "k_rows", "map_first", "map_batch"),
+    *("map_head", "head_tiles", "row_tiles"),
     *("row_first", "batch", "heads", "group", "section", "total"),
 ]
 
@@ -229,9 +247,9 @@ RUNTIME_NUMBERS = [
     do_not_specialize=RUNTIME_NUMBERS, do_not_specialize_on_alignment=["bounds_ptr"]
 )  # fmt: skip
 def stored_kernel(
-    ds_desc, k_desc, dq_desc, bounds_ptr, counter, packing, scale,
-    queries, keys, left, right, bounds_rows, k_rows, head_tiles, row_tiles, row_first, batch,
-    heads, group, section, total,
+    ds_desc, k_desc, dq_desc, bounds_ptr, counter, packing, tile_map, scale,
+    queries, keys, left, right, bounds_rows, k_rows, map_first, map_batch, map_head, head_tiles,
+    row_tiles, row_first, batch, heads, group, section, total,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -244,7 +262,9 @@ def stored_kernel(
     draw = tickets(CONSUMERS)
     fence_async_shared()  # TMA will signal the barriers that ordinary stores have initialised
     limits = Limits(left, right, bounds_ptr, bounds_rows, 0)
-    work = ((ds_desc, k_desc), (ds, k), draw, limits)
+    if FLAGS.MAP:
+        tile_map = Map(*tile_map, map_first, map_batch, map_head)
+    work = ((ds_desc, k_desc), (ds, k), draw, limits, tile_map)
     schedule = Schedule(batch, heads, group, section, queries, keys)
     layout = Layout(heads, head_tiles, row_tiles, row_first)
     sources = (schedule, packing, counter, total, k_rows, layout)
