@@ -332,15 +332,15 @@ def test_row_intervals(gluon: Gluon, form: str) -> None:
     "kernels", [SMALL, BY_ROLE, STORES, STORES_PANELS], ids=["split", "fused", "stored", "panels"]
 )
 def test_tile_maps(gluon: Gluon, form: str, kernels: Walk | Split | Stored) -> None:
-    q, k, v = tensors(Case((2, 4, 2, 200, 270)), gluon.device)
+    q, k, v = tensors(Case((2, 2, 1 if kernels is SMALL else 2, 200, 270)), gluon.device)
     terms = Terms(scale=0.125, seen=seen_on(form))
 
     def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
         return plain.attention(*x, terms)
 
-    run = {"tile_map": map_of(form, (2, 4, 200, 270), gluon.device), "programs": 3, "scale": 0.125}
-    if kernels is STORES:  # two of four heads at a time
-        run["scratch"] = 400_000
+    run = {"tile_map": map_of(form, (2, 2, 200, 270), gluon.device), "programs": 3, "scale": 0.125}
+    if kernels is STORES:  # one head at a time
+        run["scratch"] = 200_000
     out, lse = results(attention, [q, k, v])
     dout = randn(out, 2)
     found = kernel.backward(q, k, v, Saved(out, lse, dout, None), **run, **how(kernels))
