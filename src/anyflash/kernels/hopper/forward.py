@@ -486,7 +486,7 @@ def forward_kernel(
         out_shape: gl.constexpr = [CONSUMERS * FLAGS.PANELS[1]] + descs.out.block_type.shape  # noqa: RUF005
         outs = gl.allocate_shared_memory(descs.out.dtype, out_shape, descs.out.layout)
     draw = tickets(CONSUMERS)
-    notes = None
+    notes = draw.numbers  # any memory
     if FLAGS.MAP:
         GRANULES: gl.constexpr = descs.k.block_type.shape[2] // GRANULE
         notes = room_for_numbers(KV_SLOTS * (1 + CONSUMERS * GRANULES))
