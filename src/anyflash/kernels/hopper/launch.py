@@ -361,13 +361,9 @@ def _arguments(
         v_operand = describe(v, tile.block_kv, tile.v.width)
     else:
         v_operand, v_rows = describe_ragged(v, tile.block_kv, tile.v.width)
-    granules, map_batch, map_head = None, 0, 0
-    if o.tile_map is not None:
-        if starts is not None:
-            raise ValueError("a tile map of a packed batch")
-        granules, _, map_batch, map_head = granules_of(
-            o.tile_map.blocks(tile.block_q, tile.block_kv)
-        )
+    if o.tile_map is not None and starts is not None:
+        raise ValueError("a tile map of a packed batch")
+    granules, _, map_batch, map_head = granules_of(o.tile_map, tile.block_q, tile.block_kv)
     threshold = min(keep_threshold(o.dropout), 2**32 - 1)  # all drop: Numbers.kept is 0
     return (
         describe(q, positions, tile.qk.width, share), describe(k, tile.block_kv, tile.qk.width),

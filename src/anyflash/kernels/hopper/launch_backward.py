@@ -35,7 +35,6 @@ from anyflash.kernels.hopper.statistics import Flags as StatisticsFlags
 from anyflash.kernels.hopper.stored import Layout
 from anyflash.kernels.hopper.tiles import WIDTHS
 from anyflash.kernels.hopper.tiles_backward import STATISTICS_ROWS, Split, Stored, Walk
-from anyflash.masks.tiles import TileMap
 from anyflash.problem import Gradients, Needs, Saved
 from anyflash.rng import keep_threshold
 
@@ -268,10 +267,9 @@ def _walk(
     packing = None
     if call.starts is not None:
         packing = launch.packing_of(call.starts, walk.block_own, of_keys)
-    tile_map, *map_numbers = None, 0, 0, 0
-    if isinstance(o.tile_map, TileMap):
-        blocks = o.tile_map.blocks(walk.block_own, walk.block, by_key=of_keys)
-        tile_map, *map_numbers = granules_of(blocks, *o.part)
+    tile_map, *map_numbers = granules_of(
+        o.tile_map, walk.block_own, walk.block, o.part, by_key=of_keys
+    )
     counter = statistics
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=device)

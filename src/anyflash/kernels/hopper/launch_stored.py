@@ -33,7 +33,6 @@ from anyflash.kernels.hopper.operands import (
 )
 from anyflash.kernels.hopper.stored import BLOCK, ROWS, Flags, Layout, stored_kernel
 from anyflash.kernels.hopper.tiles_backward import Stored
-from anyflash.masks.tiles import TileMap
 
 STORED = Kernel(stored_kernel)
 
@@ -150,13 +149,11 @@ def query_gradient(part: Part, stored: Stored, k: Tensor, dq: Tensor) -> None:
         tile_map=call.options.tile_map is not None or None, part=(0, 0),
     )  # fmt: skip
     plan, width = _plan(lengths, heads, o, stored), stored.keys.qk.width
+    rows, asked = ROWS.value * stored.consumers, call.options
     packing = None
     if starts is not None:
-        packing = launch.packing_of(starts, ROWS.value * stored.consumers, False)
-    tile_map, *map_numbers = None, 0, 0, 0
-    if isinstance(call.options.tile_map, TileMap):
-        blocks = call.options.tile_map.blocks(ROWS.value * stored.consumers, BLOCK.value)
-        tile_map, *map_numbers = granules_of(blocks, *call.options.part)
+        packing = launch.packing_of(starts, rows, False)
+    tile_map, *map_numbers = granules_of(asked.tile_map, rows, BLOCK.value, asked.part)
     counter = call.statistics  # where FLAGS do not ask for a tensor, any serves
     if plan.flags.DYNAMIC:
         counter = torch.zeros(1, dtype=torch.int32, device=k.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from anyflash.kernels.hopper.launcher import Operand, View, box
-from anyflash.masks.tiles import Blocks
+from anyflash.masks.tiles import TileMap
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -69,13 +69,18 @@ def describe_ragged(x: Tensor, rows: int, columns: int) -> tuple[Operand, int]:
 
 
 def granules_of(
-    blocks: Blocks, batch: int = 0, head: int = 0
-) -> tuple[tuple[Tensor, ...], int, int, int]:
-    """The tensors of `masking.Map`, the number of the matrix of this batch element and head, and
-    how many lie from one batch element, and from one head, to the next."""
+    tile_map: TileMap | bool | None, rows: int, columns: int, part: tuple[int, int] = (0, 0),
+    by_key: bool = False,
+) -> tuple[tuple[Tensor, ...] | None, int, int, int]:  # fmt: skip
+    """The tensors of `masking.Map`, see `TileMap.blocks`, the number of the matrix with whose batch
+    element and head a part begins, and how many matrices lie from one batch element, and from one
+    head, to the next. Of no map, what a kernel takes without one."""
+    if not isinstance(tile_map, TileMap):
+        return None, 0, 0, 0
+    blocks = tile_map.blocks(rows, columns, by_key)
     batches, heads = blocks.numbers.shape[:2]
     of_batch, of_head = 0 if batches == 1 else heads, 0 if heads == 1 else 1
-    return tuple(blocks), batch * of_batch + head * of_head, of_batch, of_head
+    return tuple(blocks), part[0] * of_batch + part[1] * of_head, of_batch, of_head
 
 
 def describe_rows(x: Tensor, columns: int) -> Operand:

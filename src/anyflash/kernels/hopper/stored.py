@@ -37,6 +37,7 @@ from anyflash.kernels.hopper.masking import (
     plan,
     sight,
     turned,
+    with_row,
 )
 from anyflash.kernels.hopper.pipeline import channel, matrix, place
 from anyflash.kernels.hopper.products import finish
@@ -118,10 +119,7 @@ def sees(block, row, key, limits, FLAGS: gl.constexpr):
     """Whether one of ROWS queries sees one of TILE_KEYS keys: the walk from the keys met them."""
     key = key // TILE_KEYS * TILE_KEYS
     if FLAGS.INTERVALS > 0:
-        keys = turned(block)
-        keys = Block(
-            keys.batch, keys.head, key, keys.queries, keys.keys, keys.q_start, keys.k_start
-        )
+        keys = with_row(turned(block), key)
         return sight(keys, row // ROWS, limits, TILE_KEYS, ROWS, FLAGS) > 0
     else:
         seen = (row < block.queries) & (key < block.keys)
