@@ -265,7 +265,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
         partition.last_load = (span.memory, span.lo, span.hi)
         partition.program.machine.progress()
     base = pointer.base if keep.any() else pointer.base.new_zeros(1)  # there may be nothing
-    v = torch.where(keep, base[offset * keep], contents(other, base.dtype))
+    v = torch.where(keep, base[offset], contents(other, base.dtype))
     return Tensor(v) if v.dim() else Scalar(v.item(), v.dtype)
 
 
